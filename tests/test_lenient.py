@@ -168,3 +168,14 @@ def test_without_a_lenient_reader_nothing_is_said_of_form():
     changes = differences(plain, plain)
     assert "lenient" not in changes and tables.parts(changes) == "" and "format_loss" not in summarize(plain)["metrics"]
     assert tables.answers({"base": {"metrics": {}}}) == ""
+
+
+def test_episodes_that_ran_out_of_time_are_named_beside_a_gain():
+    """A slow machine ends episodes of one model and not of the other: no gain of the policy."""
+    shares = {"base": 0.6, "sft": 0.05, "grpo": 0.0}
+    summaries = {label: {"metrics": {"timeout": {"value": share}}} for label, share in shares.items()}
+    assert tables.outcome("grpo - sft", summaries, None) == [
+        "warning: 60% of base's episodes ran out of time: the difference may be the machine's; raise STEP_SECONDS"
+    ]
+    del summaries["base"]
+    assert tables.outcome("grpo - sft", summaries, None) == []

@@ -9,11 +9,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from verl_tasks.ends import TIMEOUT, cut_key
 from verl_tasks.evaluation.statistics import Estimate
 from verl_tasks.evaluation.summary import MEANING, Difference
 from verl_tasks.text import one_line, printable
 
 GAIN, LOSS = "a gain", "a loss"
+SLOW = 0.05  # of the episodes out of time: they may move a mean by more than most gains
 
 
 def sizes(summary: dict) -> str:
@@ -79,9 +81,19 @@ def answers(summaries: dict[str, dict]) -> str:
     return "; ".join(texts)
 
 
+def out_of_time(summaries: dict[str, dict]) -> str:
+    """Whose episodes ended because a tool or program took too long, in one line: that is of the machine, no skill.
+    Empty where it is at most SLOW."""
+    shares = {label: summary["metrics"].get(cut_key(TIMEOUT), {}).get("value", 0) for label, summary in summaries.items()}
+    if not (slow := [f"{share:.0%} of {label}'s" for label, share in shares.items() if share > SLOW]):
+        return ""
+    whose = " and ".join(slow)
+    return f"warning: {whose} episodes ran out of time: the difference may be the machine's; raise STEP_SECONDS"
+
+
 def outcome(pair: str, summaries: dict[str, dict], changes: dict[str, Difference] | None) -> list[str]:
     """The lines below a table of models: the difference, its parts, and the answers of each model."""
-    return list(filter(None, [gain(pair, changes), parts(changes), answers(summaries)]))
+    return list(filter(None, [gain(pair, changes), parts(changes), answers(summaries), out_of_time(summaries)]))
 
 
 def gained_text(test: dict) -> str:
