@@ -84,7 +84,10 @@ def answers(summaries: dict[str, dict]) -> str:
 def out_of_time(summaries: dict[str, dict]) -> str:
     """Whose episodes ended because a tool or program took too long, in one line: that is of the machine, no skill.
     Empty where it is at most SLOW."""
-    shares = {label: summary["metrics"].get(cut_key(TIMEOUT), {}).get("value", 0) for label, summary in summaries.items()}
+    key = cut_key(TIMEOUT)
+    shares = {
+        label: summary["metrics"][key]["value"] for label, summary in summaries.items() if key in summary["metrics"]
+    }
     if not (slow := [f"{share:.0%} of {label}'s" for label, share in shares.items() if share > SLOW]):
         return ""
     whose = " and ".join(slow)
