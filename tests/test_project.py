@@ -149,8 +149,7 @@ def test_the_command_does_what_make_does(project, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_training_goes_on_after_an_upgrade_and_doctor_says_what_changed(project, small_model, monkeypatch):
-    monkeypatch.delenv("FRESH_PYTHON")  # test_end_to_end.py has fresh ones; here it matters where the modules are
+def test_a_training_goes_on_after_an_upgrade_and_doctor_says_what_changed(project, small_model):
     small = SMALL | {"MODEL": str(small_model), "TASK": "sums", "STEPS": "1"}
     make(project, "sft", **small)
     assert f"library: {verl_tasks.__version__}, with the variables" in make(project, "doctor", **small)
