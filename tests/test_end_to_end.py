@@ -52,6 +52,7 @@ def abandoned_shared_memory() -> set[str]:
     return files
 
 
+@pytest.mark.fresh
 def test_a_killed_run_and_one_that_was_ended_go_on_and_end_with_the_table(variables):
     """SFT and two GRPO steps: the launcher is killed after the first; ABORT_ON ends the next launch after the second,
     for a random model has no reward, so no group has variance; what remains is evaluation and the table."""
@@ -190,6 +191,7 @@ def test_merge_joins_the_shards_of_a_checkpoint_without_them(variables, tmp_path
             (tmp_path / file.name).rename(file)
 
 
+@pytest.mark.fresh
 def test_chat_answers_from_a_pipe(variables):
     command = [*MAKE, "chat", *(f"{k}={v}" for k, v in variables.items() if k != "MODEL")]
     result = subprocess.run(
@@ -207,6 +209,7 @@ def test_chat_answers_from_a_pipe(variables):
     assert "INFO" not in result.stdout
 
 
+@pytest.mark.long  # its engine is that of the evaluation
 def test_batch_answers_a_table(variables, tmp_path):
     import openpyxl
 
@@ -223,6 +226,7 @@ def test_batch_answers_a_table(variables, tmp_path):
     assert [row["score"] for row in named] == [None, 0] and all(1 <= row["tokens"] <= 5 for row in named)
 
 
+@pytest.mark.long  # test_serve.py has another server, test_endpoint.py another endpoint
 def test_a_served_model_answers_and_is_evaluated_as_by_our_own_engine(variables):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
