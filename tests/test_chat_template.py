@@ -1,7 +1,6 @@
 """Prompts with tools, by templates that know them and by those that do not; and what verl is given of our rows."""
 
 import asyncio
-import copy
 import json
 import types
 
@@ -66,16 +65,6 @@ def test_a_template_without_tools_gets_them_in_words(tokenizer):
     results = "<tool_response>\nrain\n</tool_response>\n<tool_response>\nsun\n</tool_response>"
     assert f"<|im_start|>user\n{results}<|im_end|>" in text
     assert text.endswith("<|im_start|>assistant\n")
-
-
-def test_the_choice_follows_the_template_that_is_used(tokenizer):
-    own = copy.deepcopy(tokenizer)
-    own.chat_template = KNOWS_TOOLS
-    assert "TOOLS:" in text_of(own, CHAT, TOOLS)
-    assert "TOOLS:" not in text_of(tokenizer, CHAT, TOOLS)
-    own.chat_template = None
-    with pytest.raises(ValueError, match="no chat template"):
-        prompt_ids(own, CHAT)
 
 
 def test_in_words_leaves_the_chat_that_it_was_given_alone():
