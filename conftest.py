@@ -71,8 +71,8 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """Tests of tests/faults, which kills processes, and those marked `fresh` start their commands as a user does. In the
-    others the imports would add up. No test leaves the variables behind that vLLM sets as it is imported: the next
+    """Tests of tests/faults, which kills processes, and those marked `fresh` start their commands as a user does. In
+    the others the imports would add up. No test leaves the variables behind that vLLM sets as it is imported: the next
     test's commands would not be forked."""
     from tests.warm_python import EARLY
 
