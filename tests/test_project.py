@@ -27,6 +27,7 @@ CHANGED = {
     "settings.py": ('    SEED: int = variable("42"', '    SEED: int = variable("43"'),
     "rewards/expression.py": ("MAX_DIGITS = 9", "MAX_DIGITS = 8"),
     "rewards/answers.py": ("\n\n\ndef ", "\n\n\n# another comment\ndef "),
+    "stages.py": ('"sft", "train", "eval")', '"sft", "train")'),  # the evaluation is a third of the time
 }
 
 
