@@ -65,6 +65,9 @@ def test_a_killed_run_and_one_that_was_ended_go_on_and_end_with_the_table(variab
     last = saved + 1
     assert ended.returncode != 0 and f"ABORT_ON=zero_variance: step {last}: all advantages are 0" in error
     assert f"continues from the checkpoint of step {last}" in error  # none was due before step 100
+    log = (run_dir(variables) / "logs/grpo-001.log").read_text()
+    arrived = re.search(rf"vLLM has the trainer's weights after step {last}: \d+ tensors compared, (\d+) had", log)
+    assert arrived and int(arrived[1]) > 0
 
     variables["STEPS"] = str(last)
     second = make("train", **variables)
