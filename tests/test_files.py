@@ -77,6 +77,14 @@ def test_an_error_leaves_nothing_and_the_target_as_it_was(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "before"
 
 
+def test_the_partial_files_of_other_targets_stay(tmp_path):
+    for name in (".merged.4711.partial", ".other.4711.partial"):
+        (tmp_path / name).mkdir()
+    with folder_beside(tmp_path / "merged"):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".other.4711.partial", "merged"]
+
+
 @pytest.mark.parametrize("output", ["folder.jsonl", "missing/out.jsonl", "file/out.jsonl", f"{'x' * 255}.jsonl"])
 def test_an_output_that_cannot_be_written_is_said_before_anything_else(output, tmp_path):
     """As root too, to whom os.access says that everything can be written."""
