@@ -1,6 +1,7 @@
 """Prompts with tools, by templates that know them and by those that do not; and what verl is given of our rows."""
 
 import asyncio
+import copy
 import json
 import types
 
@@ -65,6 +66,13 @@ def test_a_template_without_tools_gets_them_in_words(tokenizer):
     results = "<tool_response>\nrain\n</tool_response>\n<tool_response>\nsun\n</tool_response>"
     assert f"<|im_start|>user\n{results}<|im_end|>" in text
     assert text.endswith("<|im_start|>assistant\n")
+
+
+def test_a_model_without_a_template_is_refused(tokenizer):
+    base = copy.deepcopy(tokenizer)
+    base.chat_template = None
+    with pytest.raises(ValueError, match="no chat template"):
+        prompt_ids(base, CHAT)
 
 
 def test_in_words_leaves_the_chat_that_it_was_given_alone():

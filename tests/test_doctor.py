@@ -280,6 +280,15 @@ def time_to_measure(monkeypatch):
     monkeypatch.setattr(doctor, "PROMPT_SECONDS", 600)
 
 
+def test_nvidia_smi_is_read():
+    found = smi(4, 30000, processes=PROCESS.format(pid=4321, name="/usr/bin/python3", used=29000))
+    assert (found.driver, found.cuda, len(found.gpus)) == ("580.95.05", "13.0", 2)
+    assert found.gpus[1].name == "NVIDIA A100-SXM4-80GB" and found.gpus[1].free == 51385 * 2**20
+    assert found.gpus[1].processes == ((4321, "/usr/bin/python3", 29000 * 2**20),)
+    with pytest.raises(ValueError, match="nvidia-smi"):
+        hardware.parse_nvidia_smi("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.")
+
+
 def test_nvidia_smi_has_time_to_start_the_driver_and_a_timeout_is_told(monkeypatch, tmp_path, capsys):
     """Without persistence mode each call starts the driver for every GPU."""
     assert hardware.ANSWERS_WITHIN == 60

@@ -33,6 +33,14 @@ def test_help_ends_quietly_where_its_reader_has_seen_enough(lines):
     assert result.stderr == b"" and result.returncode == 0 and result.stdout.count(b"\n") == lines
 
 
+def test_help_lists_every_variable_and_target():
+    text = make("help").stdout
+    for name in Settings.__dataclass_fields__:
+        assert name in text
+    for target in ("install", "new", "train", "data", "eval", "config", "test", "lint", "repeat", "runs", "diff"):
+        assert f"  {target}" in text
+
+
 @pytest.mark.parametrize("named", ["python-of-mine", "{}/bin/python-of-mine", "no-such-python"])
 def test_a_python_can_be_named_as_the_shell_finds_it(named, tmp_path):
     (tmp_path / "bin").mkdir()

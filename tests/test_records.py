@@ -440,6 +440,14 @@ def test_a_broken_run_hides_no_other(file, text, why, settings):
     assert last.startswith(f"error: {broken}") and why in last
 
 
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0 s"), (59.6, "1 min 00 s"), (557, "9 min 17 s"), (3600, "1 h 00 min"), (7530, "2 h 05 min")],
+)
+def test_durations(seconds, text):
+    assert overview.duration(seconds) == text
+
+
 def test_the_comparison_has_what_differs_and_the_results_side_by_side(settings):
     left = make_run(settings, "a", metrics={9: {"critic/score/mean": 0.25}}, arguments=["trainer.x=1"])
     right = make_run(replace(settings, LR=1e-3, RUN="b"), "b", metrics={10: {"critic/score/mean": 0.5}})

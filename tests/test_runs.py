@@ -263,6 +263,11 @@ def test_an_unknown_run_is_refused_with_those_there_are(settings):
         find_run(replace(settings, RUN="yours"), [])
 
 
+def test_a_run_without_a_checkpoint_is_none(settings):
+    shutil.rmtree(make_run(settings, "mine") / "checkpoints")
+    assert find_run(settings, []) is None
+
+
 def test_a_run_is_evaluated_on_its_own_data_with_todays_sampling(settings):
     run_dir = make_run(replace(settings, TEST_SIZE=77, SEED=5, N=1))
     found = settings_of(Run.read(run_dir), replace(settings, N=9, LIMIT=3))
