@@ -71,13 +71,13 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """A slow test starts its commands as a user does. A long one does so only in tests/faults, which kills processes:
-    the imports add up. No test leaves the variables behind that vLLM sets as it is imported: the next test's commands
-    would not be forked."""
+    """Tests of tests/faults, which kills processes, and those marked `fresh` start their commands as a user does. In
+    the others the imports would add up. No test leaves the variables behind that vLLM sets as it is imported: the next
+    test's commands would not be forked."""
     from tests.warm_python import EARLY
 
     before = {name: value for name, value in os.environ.items() if name.startswith(EARLY)}
-    if item.get_closest_marker("slow") and ("faults" in item.path.parts or not item.get_closest_marker("long")):
+    if item.get_closest_marker("fresh") or "faults" in item.path.parts:
         os.environ["FRESH_PYTHON"] = "1"
     try:
         return (yield)

@@ -17,6 +17,12 @@ def tree(file: Path) -> ast.Module:
     return ast.parse(file.read_text())
 
 
+@functools.cache
+def nodes(file: Path) -> list[ast.AST]:
+    """All of a file's nodes: of ours, which are held against two generations of packages."""
+    return [*ast.walk(tree(file))]
+
+
 @dataclass(frozen=True)
 class Packages:
     """Folders with packages, in which names are looked up: ``vllm.LLM`` follows the imports of vllm/__init__.py."""
@@ -80,8 +86,11 @@ class Packages:
     def source(self, name: str) -> str | None:
         for word in RAY:
             name = name.replace(word, "")
-        found = self.find(name)
-        return found and ast.get_source_segment(self.file(found[0]).read_text(), found[1])
+        if not (found := self.find(name)):
+            return None
+        module, node = found
+        lines = self.file(module).read_text().splitlines()
+        return "\n".join(lines[node.lineno - 1 : node.end_lineno])
 
     def signature(self, name: str) -> inspect.Signature | None:
         """Of a function, or of a class: its __init__, or its annotated fields. None where it is neither."""
@@ -154,15 +163,17 @@ class Known:
 
 
 def _dotted(node: ast.AST) -> str:
-    text = ast.unparse(node)
-    return text if all(part.isidentifier() for part in text.split(".")) else ""
+    if isinstance(node, ast.Attribute):
+        owner = _dotted(node.value)
+        return owner and f"{owner}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def problems(file: Path, packages: Packages, known: Known) -> list[str]:
     """What of the file's calls, names, overridden methods and expected lines the packages do not have."""
-    found, module = [], tree(file)
+    found = []
     imported = dict(known.instances)
-    for node in ast.walk(module):
+    for node in nodes(file):
         if isinstance(node, ast.Import):
             names = {alias.asname or alias.name.partition(".")[0]: alias for alias in node.names}
             imported |= {
@@ -173,12 +184,14 @@ def problems(file: Path, packages: Packages, known: Known) -> list[str]:
         if isinstance(node, ast.ImportFrom) and not node.level and node.module.partition(".")[0] in known.packages:
             imported |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
 
+    heads = sorted(imported, key=len, reverse=True)
+
     def theirs(node: ast.AST) -> str:
         """The full name of what ``node`` stands for in a package; empty if it is not theirs."""
         text = _dotted(node)
         for word in RAY:
             text = text.replace(word, "")
-        head = next((head for head in sorted(imported, key=len, reverse=True) if f"{text}.".startswith(f"{head}.")), "")
+        head = next((head for head in heads if f"{text}.".startswith(f"{head}.")), "")
         return imported[head] + text.removeprefix(head) if head else ""
 
     def say(node: ast.AST, text: str) -> None:
@@ -204,7 +217,7 @@ def problems(file: Path, packages: Packages, known: Known) -> list[str]:
             for unknown in [k for k in keywords if k not in signature.parameters and k not in more]:
                 say(call, f"{name}: {forwarded} has no {unknown}")
 
-    for node in ast.walk(module):
+    for node in nodes(file):
         if isinstance(node, ast.Name | ast.Attribute) and (name := theirs(node)) and not packages.find(name):
             say(node, f"{name}: there is no such name")
         if isinstance(node, ast.Call):

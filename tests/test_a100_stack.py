@@ -8,9 +8,9 @@ pytestmark = pytest.mark.medium
 
 
 @pytest.fixture(scope="module")
-def result() -> dict:
+def result(tmp_path_factory) -> dict:
     """What tests/verl_061.py found. All patches load with it: each looks for the lines that it answers."""
-    return found_with("verl==0.6.1", "verl_061")
+    return found_with("verl==0.6.1", "verl_061", tmp_path_factory.mktemp("runs"))
 
 
 def test_prompts_go_on_in_the_same_order_after_a_resume_in_any_epoch(result):
@@ -93,3 +93,12 @@ def test_a_response_ends_at_its_length_and_not_where_the_window_is_full(result):
 
 def test_a_trained_models_config_does_not_ask_for_flash_attention(result):
     assert result["exported"] == {"pad_token_id": 5}
+
+
+def test_the_best_and_the_last_stay(result):
+    assert result["trainings"]["best"] == {"kept": [2, 5, 8], "logged": [1, 2, 3, 4, 5, 6, 7, 8]}
+
+
+def test_patience_ends_the_run_and_more_of_it_continues(result):
+    assert result["trainings"]["patience"] == {"kept": [2, 4], "logged": [1, 2, 3, 4]}
+    assert result["trainings"]["continued"] == {"kept": [5, 8], "logged": [1, 2, 3, 4, 5, 6, 7, 8]}

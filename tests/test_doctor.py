@@ -301,20 +301,6 @@ def test_nvidia_smi_has_time_to_start_the_driver_and_a_timeout_is_told(monkeypat
     assert capsys.readouterr() == ("", said)
 
 
-@pytest.mark.parametrize(
-    ("value", "numbers"),
-    [
-        ("", []),
-        ("2,0", [2, 0]),
-        ("0,3,2", [0]),  # there is no GPU 3
-        ("GPU-2c,GPU-0", [2, 0]),
-    ],
-)
-def test_the_gpus_are_those_that_cuda_takes(value, numbers, visible):
-    gpus = smi(0, 10, 20).gpus
-    assert visible(value, 0, 10, 20).gpus == tuple(gpus[number] for number in numbers)
-
-
 def test_the_memory_is_that_of_the_gpu_with_the_uuid(visible, monkeypatch, small_model):
     s = settings(monkeypatch, MODEL=str(small_model))
     for name, state in (("GPU-0c4f", "error"), ("GPU-1c4f", "ok"), ("MIG-1c4f", "warning")):
@@ -416,14 +402,6 @@ def test_the_table_of_profiles_has_the_numbers_of_the_estimate(profile, monkeypa
     assert profile.parents[1].name in row and f"| {update}, {sampling}, " in row and ram in re.findall(r"\d+", row)
 
 
-def test_a_gpu_that_shares_the_machines_memory_is_no_gpu_of_0_GB(monkeypatch, small_model):
-    s = settings(monkeypatch, MODEL=str(small_model))
-    told = smi(0)
-    untold = replace(told, gpus=(replace(told.gpus[0], total=0, free=0),))
-    (memory_,) = [f for f in memory_checks.batches_and_memory(s, [], "train", untold) if f.what == "memory"]
-    assert memory_.state == "warning" and "nvidia-smi does not tell" in memory_.text
-
-
 @pytest.mark.parametrize(("used", "state"), [([0, 0, 0, 0], "ok"), ([0, 0, 81000, 0], "error"), ([0, 81385], "error")])
 def test_the_gpus_of_all_trainings_at_a_time_are_checked(used, state, monkeypatch, small_model):
     """Two groups of a GPU, and of a teacher's."""
@@ -451,13 +429,6 @@ def test_doctor_says_what_a_training_would_refuse(monkeypatch):
         s = settings(monkeypatch, STACK="cpu", MODEL="embedded", **changes)
         (found,) = memory_checks.batches_and_memory(s, arguments, "doctor", None)
         assert found.state == "error" and found.text.startswith(said)
-
-
-def test_doctor_warns_of_a_clip_that_does_nothing(monkeypatch):
-    s = settings(monkeypatch, STACK="cpu", MODEL="embedded", CLIP_HIGH="0.3")
-    for stage, count in (("doctor", 1), ("train", 0)):  # a training says it itself
-        found = list(memory_checks.batches_and_memory(s, [], stage, None))
-        assert sum(f.state == "warning" and f.text.startswith("CLIP_HIGH=0.3") for f in found) == count
 
 
 def test_a_teacher_must_fit_into_its_own_gpu(monkeypatch):
@@ -617,19 +588,6 @@ def test_the_estimate_on_a_cpu_is_above_what_was_measured(recipe, monkeypatch):
     assert 1 < estimate / 1e9 / results.recipes()[recipe]["ram_gb"] < 1.3
 
 
-def test_the_estimate_follows_what_was_measured_on_a_gpu():
-    """docs/GPU.md's run on an H200: peak of the allocator by step, rows of at most so many tokens in batches of 32."""
-    longest = 0
-    for number, step in results.metrics()["h200-countdown-grpo"].items():
-        longest = max(longest, int(step["prompt_length/max"] + step["response_length/max"]))
-        plan = Plan(tokens=32 * longest, sequence=192, share=0)
-        needs = memory.estimate(shapes(EMBEDDED_CONFIG), plan).update
-        needs.pop("contexts")
-        if number == 1:  # the peak comes before Adam has its moments
-            needs.pop("optimizer")
-        assert sum(needs.values()) / 2**30 == pytest.approx(step["actor/perf/max_memory_allocated_gb"], rel=0.05)
-
-
 MEASURED = [  # of docs/results/metrics.jsonl: the model, GPUs, optimizer steps a step, how far the estimate is off
     ("3b-1gpu", QWEN25_3B, 1, 1, 0),
     ("3b-2gpu", QWEN25_3B, 2, 1, -0.02),
@@ -677,16 +635,6 @@ def test_what_adds_to_the_memory():
     assert [sum(memory.resting(model, each).values()) for each in (ppo, also_away)] == [2 * 12 * P / 2, 0]
     ram = memory.estimate(model, also_away, 80e9).ram
     assert (ram["offloaded weights"], ram["offloaded optimizer"]) == (2 * 4 * P, 2 * 8 * P)
-
-
-def test_a_share_of_the_gpu_that_does_not_fit_is_told_with_one_that_does():
-    model, plan = shapes(EMBEDDED_CONFIG), Plan(tokens=512, sequence=512)
-    for share in (0.95, 0.05):
-        gpu = 8e9
-        ((_, fix),) = memory.too_much(model, replace(plan, share=share), gpu, 0)
-        assert fix.startswith("set GPU_MEMORY_UTILIZATION=0.")
-        better = float(fix.partition("=")[2])
-        assert memory.too_much(model, replace(plan, share=better), gpu, 0) == []
 
 
 def test_vllm_takes_its_share_of_the_whole_gpu_and_must_find_it_free():

@@ -52,6 +52,7 @@ def abandoned_shared_memory() -> set[str]:
     return files
 
 
+@pytest.mark.fresh
 def test_a_killed_run_and_one_that_was_ended_go_on_and_end_with_the_table(variables):
     """SFT and two GRPO steps: the launcher is killed after the first; ABORT_ON ends the next launch after the second,
     for a random model has no reward, so no group has variance; what remains is evaluation and the table."""
@@ -64,6 +65,9 @@ def test_a_killed_run_and_one_that_was_ended_go_on_and_end_with_the_table(variab
     last = saved + 1
     assert ended.returncode != 0 and f"ABORT_ON=zero_variance: step {last}: all advantages are 0" in error
     assert f"continues from the checkpoint of step {last}" in error  # none was due before step 100
+    log = (run_dir(variables) / "logs/grpo-001.log").read_text()
+    arrived = re.search(rf"vLLM has the trainer's weights after step {last}: \d+ tensors compared, (\d+) had", log)
+    assert arrived and int(arrived[1]) > 0
 
     variables["STEPS"] = str(last)
     second = make("train", **variables)
@@ -190,6 +194,7 @@ def test_merge_joins_the_shards_of_a_checkpoint_without_them(variables, tmp_path
             (tmp_path / file.name).rename(file)
 
 
+@pytest.mark.fresh
 def test_chat_answers_from_a_pipe(variables):
     command = [*MAKE, "chat", *(f"{k}={v}" for k, v in variables.items() if k != "MODEL")]
     result = subprocess.run(
@@ -207,6 +212,7 @@ def test_chat_answers_from_a_pipe(variables):
     assert "INFO" not in result.stdout
 
 
+@pytest.mark.long  # its engine is that of the evaluation
 def test_batch_answers_a_table(variables, tmp_path):
     import openpyxl
 
@@ -223,6 +229,7 @@ def test_batch_answers_a_table(variables, tmp_path):
     assert [row["score"] for row in named] == [None, 0] and all(1 <= row["tokens"] <= 5 for row in named)
 
 
+@pytest.mark.long  # test_serve.py has another server, test_endpoint.py another endpoint
 def test_a_served_model_answers_and_is_evaluated_as_by_our_own_engine(variables):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -161,7 +161,7 @@ def test_a_prompt_that_is_too_long_is_not_sampled_and_an_answer_is_streamed(engi
     assert "".join(engine.stream(CHATS[1], HOW))
 
 
-@pytest.mark.slow
+@pytest.mark.long  # test_engine_pool.py has the pool with other engines
 @pytest.mark.parametrize("engine", [cpu_dtype()], indirect=True)
 def test_two_engines_answer_as_one_does_and_a_lost_one_is_told(engine, small_model, tmp_path):
     """The responses of a seeded request are the same, whichever engine samples it."""

@@ -77,12 +77,12 @@ def test_an_error_leaves_nothing_and_the_target_as_it_was(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "before"
 
 
-def test_the_names_of_former_versions_go_too_and_other_targets_stay(tmp_path):
-    for name in (".merged.partial", ".merged.4711.partial", ".other.partial", "merged.partial"):
+def test_the_partial_files_of_other_targets_stay(tmp_path):
+    for name in (".merged.4711.partial", ".other.4711.partial"):
         (tmp_path / name).mkdir()
     with folder_beside(tmp_path / "merged"):
         pass
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".other.partial", "merged", "merged.partial"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".other.4711.partial", "merged"]
 
 
 @pytest.mark.parametrize("output", ["folder.jsonl", "missing/out.jsonl", "file/out.jsonl", f"{'x' * 255}.jsonl"])

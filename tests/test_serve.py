@@ -1,11 +1,14 @@
-"""launch/serve.py: the trained model behind an OpenAI-compatible address. test_end_to_end.py serves one."""
+"""launch/serve.py: the trained model behind an OpenAI-compatible address. test_end_to_end.py serves one by vLLM."""
 
 import json
+import os
+import signal
 import socket
+import threading
 
 import pytest
 
-from tests.helpers import ROOT, exported
+from tests.helpers import ROOT, exported, has_ended, until
 from verl_tasks.launch import serve
 from verl_tasks.settings import Command, SettingsError, load_settings
 
@@ -38,6 +41,61 @@ def test_a_port_that_is_taken_is_refused():
     for bad in ("0", "65536"):
         with pytest.raises(SettingsError, match="PORT"):
             command(PORT=bad)
+
+
+@pytest.mark.medium  # imports vLLM
+def test_vllm_takes_the_arguments(s, small_model):
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = make_arg_parser(FlexibleArgumentParser())
+    given = parser.parse_args(serve.arguments(s, command(PORT=8123), str(small_model)))
+    assert (given.model, given.port, given.enforce_eager) == (str(small_model), 8123, True)
+    assert given.override_generation_config["max_new_tokens"] == 48
+
+
+# In the place of vLLM's server: it answers after a moment, and says who it is.
+SERVER = """
+import os, sys, time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+time.sleep(1)
+print(os.getpid(), file=open(os.environ["TOLD"], "w"))
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+def test_the_server_is_ready_once_it_answers_and_ends_with_an_interrupt(s, small_model, tmp_path, monkeypatch, capsys):
+    package = tmp_path / "vllm/entrypoints/openai"
+    package.mkdir(parents=True)
+    for folder in (package, *package.parents[:2]):
+        (folder / "__init__.py").touch()
+    (package / "api_server.py").write_text(SERVER)
+    told = tmp_path / "told"
+    for name, value in {"ARTIFACTS": tmp_path, "TOLD": told, "PYTHONPATH": f"{tmp_path}:{ROOT}"}.items():
+        monkeypatch.setenv(name, str(value))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        given = command(PORT=free.getsockname()[1])
+    said = []
+
+    def interrupt() -> None:
+        until(lambda: said.append(capsys.readouterr().out) or "ready: " in said[-1])
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # `make test &` ignores it
+    ends = threading.Thread(target=interrupt)
+    ends.start()
+    try:
+        serve.serve(s, given, str(small_model), [])
+    finally:
+        ends.join()
+        signal.signal(signal.SIGINT, before)
+    assert f"ready: http://127.0.0.1:{given.PORT}/v1, models: countdown;" in said[-1]
+    assert capsys.readouterr().out == "\nstopped\n"
+    until(lambda: has_ended(int(told.read_text())))
 
 
 def test_the_server_samples_as_an_evaluation_does(s, small_model):

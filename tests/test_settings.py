@@ -109,13 +109,6 @@ def test_bad_value_is_named_in_one_line(name, value):
     assert "\n" not in message
 
 
-@pytest.mark.parametrize("name", ["RUN", "METHOD", "STEPS"])
-def test_value_with_a_line_break_is_named_in_one_line(name):
-    message = error_of(**{name: "a\nb"})
-    assert name in message
-    assert "\n" not in message
-
-
 @pytest.mark.parametrize("name", ["MODEL", "STEPS", "RUN", "FILE", "ARTIFACTS"])
 def test_a_value_that_is_not_utf8_is_named_in_one_line(name, monkeypatch):
     value = os.fsdecode(b"caf\xe9")

@@ -213,6 +213,7 @@ def test_a_truncated_that_would_do_nothing_is_refused(changes, said, monkeypatch
 
 
 GROUPS = ("grpo", "dapo", "egpo")
+BYPASS = "algorithm.rollout_correction.bypass_mode"
 
 
 @pytest.mark.parametrize(
@@ -221,6 +222,7 @@ GROUPS = ("grpo", "dapo", "egpo")
         *((name, "actor_rollout_ref.rollout.n=1", "ROLLOUT_N=1: GRPO's advantages") for name in GROUPS),
         ("rloo", "actor_rollout_ref.rollout.n=1", "ROLLOUT_N=1: METHOD=rloo needs"),
         ("dapo", "reward.reward_model.enable=True", "METHOD=dapo: drops groups by the task's reward"),
+        ("egpo", f"{BYPASS}=True", f"{BYPASS}=True: skips the pass"),
         ("distill", "actor_rollout_ref.rollout.temperature=0.9", "TEMPERATURE=0.9: METHOD=distill"),
         ("distill", "actor_rollout_ref.actor.use_kl_loss=True", "KL_COEF: METHOD=distill is held to the teacher"),
         ("distill", "data.seed=1", "TEACHER is empty: METHOD=distill learns from a model"),

@@ -50,6 +50,17 @@ def test_a_fork_inherits_what_a_fresh_python_does(status, python, script, enviro
     assert "typed" in fork.stdout and "error" in fork.stderr
 
 
+def test_what_is_compiled_of_ours_is_kept_beside_the_python_and_of_packages_where_they_are(
+    python, script, environment, tmp_path
+):
+    (tmp_path / "tasks/own.py").parent.mkdir()
+    (tmp_path / "tasks/own.py").touch()
+    tells = script("import pandas, tasks.own\nprint(pandas.__cached__, tasks.own.__cached__)\n")
+    given = {"env": environment | {"PYTHONPATH": str(tmp_path)}, "capture_output": True, "text": True, "check": True}
+    package, own = subprocess.run([python, tells], **given).stdout.split()
+    assert Path(package).is_relative_to(sys.prefix) and Path(own).is_relative_to(python.parent / "pycache")
+
+
 def test_commands_are_forked_also_those_that_a_command_starts(python, script, environment, tmp_path):
     forked = script(FORKED)
     outer = tmp_path / "tasks/outer.py"

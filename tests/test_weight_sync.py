@@ -124,7 +124,7 @@ def test_an_engine_without_a_tensor_of_that_name_is_said_not_to_be_compared(modu
     assert not agreement.due
 
 
-@pytest.mark.slow
+@pytest.mark.long  # that real ones are compared: test_end_to_end.py
 def test_a_real_engine_that_drops_the_update_ends_the_training_in_one_line(tmp_path, small_model, digits_checkout):
 
     dropping = (

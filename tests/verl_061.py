@@ -1,6 +1,6 @@
 """What test_a100_stack.py runs in a process of its own, with the real verl 0.6.1 on the CPU; prints JSON.
 
-PYTHONPATH=<the wheel's folder>:<the repository> python -m tests.verl_061
+PYTHONPATH=<the wheel's folder>:<the repository> python -m tests.verl_061 FOLDER
 """
 
 import ast
@@ -37,6 +37,7 @@ from verl.workers.config import model as config_model  # noqa: E402
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine  # noqa: E402
 
 from tests.exact_kl import gradients  # noqa: E402
+from tests.verl_061_keep_best import trainings  # noqa: E402
 from verl_tasks.verl_plugins.verl_061 import on_policy, order, patches, response_length  # noqa: E402, F401
 
 PROMPT, RESPONSE, ROWS = 5, 6, 8
@@ -372,6 +373,7 @@ def main() -> None:
         "pass": [
             trainer(**changes).actor_rollout_wg.compute_log_prob(batch()) == "verl's pass" for changes in made_with
         ],
+        "trainings": trainings(Path(sys.argv[1])),  # last: they set the variables of a training
     }
     print(json.dumps(result))
 

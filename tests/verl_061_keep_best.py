@@ -1,29 +1,22 @@
-"""What test_a100_keep_best.py runs in a process of its own: the real training loop of verl 0.6.1; prints JSON.
+"""The best checkpoints and PATIENCE in the real training loop of verl 0.6.1; tests/verl_061.py asks for them.
 
-Workers and engines are stand-ins. PYTHONPATH=<the wheel's folder>:<the repository> python -m tests.verl_061_keep_best
+Workers and engines are stand-ins.
 """
 
-import json
 import os
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
-import transformers
+from verl import DataProto
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
-# verl 0.6.1 is made for transformers 4, which had the name.
-transformers.AutoModelForVision2Seq = transformers.AutoModelForImageTextToText
-
-from verl import DataProto, __version__  # noqa: E402
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer  # noqa: E402
-
-from tests.helpers import write_shards  # noqa: E402
-from tests.test_settings import VALUES  # noqa: E402
-from verl_tasks.runs.run import Run, mend_tracker, read_metrics, tracker, whole_steps  # noqa: E402
-from verl_tasks.training import verl_config  # noqa: E402
-from verl_tasks.verl_plugins.verl_061 import keep_best, patches  # noqa: E402, F401
+from tests.helpers import write_shards
+from tests.test_settings import VALUES
+from verl_tasks.runs.run import Run, mend_tracker, read_metrics, tracker, whole_steps
+from verl_tasks.training import verl_config
+from verl_tasks.verl_plugins.verl_061 import keep_best, patches  # noqa: F401
 
 ROWS, PROMPT, RESPONSE = 4, 3, 5
 
@@ -108,19 +101,13 @@ def trained(run_dir: Path, dev: dict[int, float], steps: int, **variables: str) 
     return {"kept": [*whole_steps(run_dir)], "logged": sorted(read_metrics(run_dir))}
 
 
-def main() -> None:
-    root = Path(sys.argv[1])
+def trainings(root: Path) -> dict[str, dict]:
+    """What three trainings keep and log, of which the last goes on with the second; ``root`` is an empty folder."""
     dev = {1: 0.1, 2: 0.6, 3: 0.6, 4: 0.5, 5: 0.7, 6: 0.1, 7: 0.2, 8: 0.1}
-    result = {
-        "version": __version__,
+    unwritten = SimpleNamespace(global_steps=8)  # into a folder that cannot be made: nothing is raised
+    RayPPOTrainer._dump_generations(unwritten, ["q"], ["a"], ["g"], [1.0], {}, "/dev/full/rollouts")
+    return {
         "best": trained(root / "a", dev, 8, TEST_FREQ="1", KEEP="2"),
         "patience": trained(root / "c", dev, 8, TEST_FREQ="1", KEEP="1", PATIENCE="2"),
         "continued": trained(root / "c", dev, 8, TEST_FREQ="1", KEEP="1", PATIENCE="3"),
     }
-    unwritten = SimpleNamespace(global_steps=8)  # into a folder that cannot be made: nothing is raised
-    RayPPOTrainer._dump_generations(unwritten, ["q"], ["a"], ["g"], [1.0], {}, "/dev/full/rollouts")
-    print(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main()

@@ -5,7 +5,8 @@ their time on the import of pandas, SciPy and torch. ``install`` makes a folder 
 with the first command. Modules of tasks/ are never imported beforehand: a command takes those of its own checkout.
 
 A command gets a fresh Python where the difference could matter (``suits``). What differs: all forks hash strings as
-with PYTHONHASHSEED=0, and flush each line. Slow tests, except long ones, and tests/test_warm_python.py use fresh ones.
+with PYTHONHASHSEED=0, and flush each line. Tests marked `fresh`, tests/faults and test_warm_python.py have fresh
+ones.
 """
 
 import functools
@@ -83,14 +84,26 @@ def suits(peer: int, request: dict) -> bool:
     return all((entry / "tasks").is_dir() or (entry / "verl_tasks").is_dir() for entry in entries)
 
 
+def keep_compiled(folder: str) -> None:
+    """Keep our compiled modules in ``folder``, also with PYTHONDONTWRITEBYTECODE: to compile them took a fifth of a
+    command's time. Those of packages are where they were installed: to compile them takes 15 seconds."""
+    importing = importlib._bootstrap_external
+    place_of = importing.cache_from_source
+
+    def place(path: str, *how, **more) -> str:
+        sys.pycache_prefix = None if path.startswith((sys.prefix, sys.base_prefix)) else folder
+        return place_of(path, *how, **more)
+
+    sys.dont_write_bytecode, importing.cache_from_source = False, place
+
+
 def main(listener: str, folder: str, owner: str, *imports: str) -> None:
     """Serve the `python` of ``folder``."""
     sys.path[0] = str(PLUGINS)
     import fork_server
 
     sys.path[0], sys.executable = "", f"{folder}/python"
-    # Also with PYTHONDONTWRITEBYTECODE: to compile our modules took a fifth of a command's time.
-    sys.dont_write_bytecode, sys.pycache_prefix = False, f"{folder}/pycache"
+    keep_compiled(f"{folder}/pycache")
 
     @functools.cache
     def prepare() -> None:

@@ -29,7 +29,7 @@ def _no_space(error: Exception) -> int:
 
 def _remove_abandoned(target: Path) -> None:
     """Remove the partial files of ``target`` that killed processes left: those that no process has locked."""
-    for path in target.parent.glob(f".{glob.escape(target.name)}.*partial"):
+    for path in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
         with suppress(OSError):
             descriptor = os.open(path, os.O_RDONLY)
             try:

@@ -357,7 +357,6 @@ class Command:
     FILTER_LOW: float = variable("0.0", "probe: accuracy strictly above", _from_0)
     FILTER_HIGH: float = variable("1.0", "probe: accuracy strictly below", _fraction)
     SECONDS: float = variable("120", "attack: how long to search", positive)
-    ATTACK_CALLS: int = variable("200", "attack: most calls of a reward that asks a judge", positive)
     GPU: str = variable("", f"rehearse: GPU of the real run, one of {', '.join(GPU_MIB)}", _gpu)
     DISK: float = variable("0", "rehearse: GB free on the real machine; 0: not known", _from_0)
     ROLLOUTS: str = variable("", "rescore: a rollouts.jsonl")

@@ -75,11 +75,6 @@ def test_a_long_thought_is_read_at_once():
     assert time.perf_counter() - started < 1
 
 
-def test_every_response_gets_the_same_keys():
-    keys = {frozenset(compute_score("countdown", response, TRUTH)) for response in ("", "<answer>1</answer>")}
-    assert len(keys) == 1
-
-
 SIGNS = ["（3+4）", "３＋４", "$3+4$", "`3+4`", r"\(3+4\)", "3\u200b+4", "3 ﹢ 4", "$$3+4$$", "3＋4＝7"]
 
 

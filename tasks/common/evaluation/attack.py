@@ -37,7 +37,7 @@ from verl_tasks.text import one_line
 CONTRADICTING = 3
 MOST, HALF = 3 / 4, 1 / 2
 ROWS, READ = 40, 2048
-FEWEST_CALLS = 40  # to a judge: what is known of the rows takes half of them
+JUDGED_ROWS, CALLS = 7, 200  # where a judge is asked: what is known of the rows takes a quarter of the calls
 SLOW = 1.0  # seconds of a call after which an attempt has no more of them
 ROW_NAMES = ("split", "index", "key")  # of extra_info: they name the row, no reward needs them
 BLIND = (
@@ -287,20 +287,17 @@ def attack(
 ) -> None:
     """`make attack`: a table of what was found, attack.json, and examples.jsonl with lines for the task's own.
 
-    Exits with 1 when something was found. A judge is asked at most ATTACK_CALLS times. Raises JudgeError.
+    Exits with 1 when something was found. A judge is asked at most CALLS times. Raises JudgeError.
     """
     judged = asks_judge(environment or compute_score)
     if environment:
         compute_score = functools.partial(episode, environment, s.MAX_TURNS)
     if judged:
         Judge.from_environment()
-        if command.ATTACK_CALLS < FEWEST_CALLS:
-            raise SettingsError(f"ATTACK_CALLS={command.ATTACK_CALLS}: must be at least {FEWEST_CALLS}")
-    count = max(CONTRADICTING + 1, int(command.ATTACK_CALLS**0.5 / 2)) if judged else ROWS
-    rows = rows_of(s, min(ROWS, count))
+    rows = rows_of(s, JUDGED_ROWS if judged else ROWS)
     reward = Guarded(compute_score, rows, judged or hasattr(environment, "at_once"), fatal=JudgeError)
     try:
-        calls = command.ATTACK_CALLS - len(rows) if judged else float("inf")
+        calls = CALLS - len(rows) if judged else float("inf")
         search = Search(rows, reward, command.SECONDS, calls, 1.0 if environment else float("inf"))
         run(search, s.SEED, judged, say=_Progress())
         if not search.tried:
