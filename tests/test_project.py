@@ -145,6 +145,8 @@ def test_the_command_does_what_make_does(project, tmp_path):
     assert re.search("^LR +1e-3 +command line", shown.stdout, re.M), shown.stderr
     assert "LRR: no such variable; did you mean LR?" in said("settings", "TASK=sums", "LRR=1").stderr
     assert "STACK=nope: no such stack; there are: a100 cpu current" in said("install", "nope").stderr
+    assert said("completion", "fish").stderr == "error: completion fish: must be one of bash, zsh\n"
+    assert {"train", "TASK=sums", "LR="} <= set(said("words").stdout.splitlines())
 
 
 @pytest.mark.slow
