@@ -84,11 +84,9 @@ def answers(summaries: dict[str, dict]) -> str:
 def out_of_time(summaries: dict[str, dict]) -> str:
     """Whose episodes ended because a tool or program took too long, in one line: that is of the machine, no skill.
     Empty where it is at most SLOW."""
-    key = cut_key(TIMEOUT)
-    shares = {
-        label: summary["metrics"][key]["value"] for label, summary in summaries.items() if key in summary["metrics"]
-    }
-    if not (slow := [f"{share:.0%} of {label}'s" for label, share in shares.items() if share > SLOW]):
+    shares = {label: summary["metrics"].get(cut_key(TIMEOUT)) for label, summary in summaries.items()}
+    slow = [f"{share['value']:.0%} of {label}'s" for label, share in shares.items() if share and share["value"] > SLOW]
+    if not slow:
         return ""
     whose = " and ".join(slow)
     return f"warning: {whose} episodes ran out of time: the difference may be the machine's; raise STEP_SECONDS"
