@@ -158,8 +158,8 @@ class Settings:
     TEMPERATURE: float = variable("1.0", "sampling temperature of rollouts", positive)
     ASYNC: str = variable(
         "off",
-        "`colocate`: the next prompts are sampled too while a step waits for its longest responses; `separate`: GPUs of "
-        "their own sample; `off`",
+        "`colocate`: the next prompts are sampled too while a step waits for its longest responses; "
+        "`separate`: GPUs of their own sample; `off`",
         _one_of("off", "colocate", "separate"),
     )
     STALENESS: int = variable("2", "async: a sample is at most so many steps older than the policy it trains", positive)

@@ -143,7 +143,8 @@ def idle(metrics: dict[int, dict]) -> str:
     if not (total := sum(step["timing_s/step"] for step in steps)):
         return ""
     trainer, sampler = (sum(step[f"idle/{side}"] for step in steps) for side in ("trainer", "sampler"))
-    return f"of {total:.0f} s the trainer waited {trainer:.0f} s for samples, and vLLM was without a request {sampler:.0f} s"
+    waited = f"of {total:.0f} s the trainer waited {trainer:.0f} s for samples"
+    return f"{waited}, and vLLM was without a request {sampler:.0f} s"
 
 
 def train_on_pairs(s: Settings, arguments: list[str], number: int, start: str, run: Run) -> Run:

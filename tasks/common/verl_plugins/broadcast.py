@@ -68,7 +68,9 @@ class Broadcast(CheckpointEngine):
         else:
             from torch.distributed import ProcessGroupNCCL  # torch for CPUs has none
 
-            self._group = ProcessGroupNCCL(among, rank, size, TIMEOUT)
+            options = ProcessGroupNCCL.Options()
+            options._timeout = TIMEOUT
+            self._group = ProcessGroupNCCL(among, rank, size, options)
 
     def finalize(self) -> None:
         """After all have them: forget the names of this update. The next has other keys in the store."""
