@@ -8,7 +8,7 @@ import pytest
 from tests.helpers import kill_after_a_checkpoint, make, steps_logged
 from tests.small_runs import COMMON, trained_parameters
 from tests.test_settings import VALUES
-from verl_tasks.launch import train
+from verl_tasks.launch import minutes, rehearse, train
 from verl_tasks.machine import cluster, memory
 from verl_tasks.runs.run import read_metrics
 from verl_tasks.settings import SettingsError, load_settings
@@ -80,6 +80,20 @@ def test_the_trainers_gpu_has_no_engine_and_the_samplers_no_optimizer():
     tight = sum(together.sampling.values()) - 1e6
     found = [bool(memory.too_much(model, each, tight, 0, 80e9)) for each in (shared, apart)]
     assert found == [True, False]
+
+
+def test_a_rehearsal_plays_the_form_of_one_process_and_says_so():
+    s = load_settings(TWO | {"N_GPUS": "4", "ROLLOUT_GPUS": "2", "MODEL": "some/model"})
+    played = rehearse.smaller(s)
+    assert (played["ASYNC"], played["N_GPUS"], played["ROLLOUT_GPUS"]) == ("colocate", "1", "0")
+    assert rehearse.not_played(s) == "N_GPUS=4, ROLLOUT_GPUS=2, ASYNC=separate"
+
+
+def test_timed_passes_say_nothing_of_sampling_beside_the_update(monkeypatch):
+    monkeypatch.setattr(minutes.subprocess, "run", mock.Mock(side_effect=AssertionError("timed")))
+    assert minutes.timed(load_settings(TWO | {"STEPS": "1000"})) == {}
+    with pytest.raises(AssertionError, match="timed"):
+        minutes.timed(load_settings(TWO | {"STEPS": "1000", "ASYNC": "off", "ARTIFACTS": "none"}))
 
 
 def test_a_server_without_a_request_is_idle(monkeypatch):
