@@ -128,6 +128,18 @@ def test_a_step_tells_the_idle_seconds_of_both_sides(monkeypatch):
     assert train.idle({1: {"timing_s/step": 5.0}}) == ""
 
 
+def test_the_weights_of_old_log_probs_stay_as_they_were(monkeypatch):
+    import torch
+
+    from verl_tasks.verl_plugins.cpu import verl_platform
+
+    weight = torch.zeros(2)
+    monkeypatch.setattr(verl_platform, "_sharded_save", lambda model: ({"weight": (weight, "own")}, "of all"))
+    shards, spec = verl_platform._copied(None)
+    weight += 1  # the next mini-batch's update
+    assert shards["weight"][0].tolist() == [0, 0] and (shards["weight"][1], spec) == ("own", "of all")
+
+
 @pytest.mark.parametrize(("drawn", "single"), [(1, True), (2, False)])
 def test_a_mini_batch_that_is_drawn_alone_is_not_taken_for_a_whole_step(monkeypatch, drawn, single):
     from verl_tasks.verl_plugins import trainer as module
@@ -200,7 +212,7 @@ def test_a_killed_run_goes_on_while_a_second_process_samples(digits_checkout, sm
     """A random model's responses end after 258 tokens in the mean, each at another time. Each step has two updates,
     and a KL to the start."""
     own = {"MODEL": str(small_model), "ARTIFACTS": str(tmp_path), "ASYNC": "separate", "N_GPUS": "2", "LR": "1e-3"}
-    variables = COMMON | own | {"cwd": digits_checkout, "MAX_RESPONSE_LENGTH": "1500", "TEST_FREQ": "0"}
+    variables = COMMON | own | {"cwd": digits_checkout, "MAX_RESPONSE_LENGTH": "1500", "TEST_FREQ": "2"}
     saved = kill_after_a_checkpoint("train", "runs/digits/grpo-*", **variables | {"STEPS": "1000"})
     last = saved + 4
     result = make("train", **variables | {"STEPS": str(last)})
@@ -213,5 +225,7 @@ def test_a_killed_run_goes_on_while_a_second_process_samples(digits_checkout, sm
     assert any(step["staleness/older_tokens"] > 0 for step in steps.values())
     assert all(step["idle/trainer"] >= 0 and step["idle/sampler"] >= 0 for step in steps.values())
     assert all({"actor/kl_loss", "actor/grad_norm"} <= step.keys() for step in steps.values())
+    validated = {number for number, step in steps.items() if any(name.startswith("val-core/") for name in step)}
+    assert {number for number in range(saved + 1, last + 1) if number % 2 == 0} <= validated
     logs = "".join(log.read_text() for log in run.glob("logs/*.log"))
     assert "vLLM has the trainer's weights after step" in logs and trained_parameters(variables, run)

@@ -172,11 +172,8 @@ def _async(s: Settings) -> list[str]:
 
 def _separate(s: Settings) -> list[str]:
     """GPUs that only sample. verl then draws each mini-batch by itself, and its rate rises with them."""
-    own, rollout, mini_batches = (
-        "trainer.v1.separate_async",
-        "actor_rollout_ref.rollout",
-        s.TRAIN_BATCH_SIZE // s.MINI_BATCH_SIZE,
-    )
+    own, rollout = "trainer.v1.separate_async", "actor_rollout_ref.rollout"
+    mini_batches = s.TRAIN_BATCH_SIZE // s.MINI_BATCH_SIZE
     return [
         "trainer.v1.trainer_mode=task_separate",
         f"{own}.parameter_sync_step={mini_batches}",
