@@ -24,6 +24,7 @@ WHEELS = {
 NEWER = ["patches", "own_sockets", "on_policy", "trainer", "egpo", "keep_best", "dynamic_sampling", "certify"]
 NEWER += ["whole_responses", "nested", "head", "waits", "sft_steps", "value_head", "own_code", "distilled"]
 NEWER += ["gpu_worker", "parity", "varlen_attention", "async_trainer", "staleness", "admitted"]
+NEWER += ["separate_trainer", "broadcast"]
 FILES = {path for folder in ("tasks", "tests/benchmarks") for path in (ROOT / folder).rglob("*.py")}
 FILES -= {path for path in FILES if path.name.startswith("test_")}
 PLUGINS = ROOT / "tasks/common/verl_plugins"

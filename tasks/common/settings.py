@@ -158,8 +158,9 @@ class Settings:
     TEMPERATURE: float = variable("1.0", "sampling temperature of rollouts", positive)
     ASYNC: str = variable(
         "off",
-        "`colocate`: the next prompts are sampled too while a step waits for its longest responses; `off`",
-        _one_of("off", "colocate"),
+        "`colocate`: the next prompts are sampled too while a step waits for its longest responses; "
+        "`separate`: GPUs of their own sample; `off`",
+        _one_of("off", "colocate", "separate"),
     )
     STALENESS: int = variable("2", "async: a sample is at most so many steps older than the policy it trains", positive)
     MAX_PROMPT_LENGTH: int = variable("256", "tokens", positive)
@@ -172,6 +173,7 @@ class Settings:
     )
     # hardware
     N_GPUS: int = variable(_all_gpus, "GPUs per machine (cpu stack: processes)", positive)
+    ROLLOUT_GPUS: int = variable("0", "async separate: of N_GPUS, those that sample; 0: half", _from_0)
     NNODES: int = variable("1", "machines with N_GPUS each, of the cluster at RAY_ADDRESS", positive)
     TP: int = variable("1", "GPUs that share a model while it samples", positive)
     SP: int = variable("1", "GPUs that share a sequence in the update (Ulysses)", positive)
@@ -202,9 +204,21 @@ class Settings:
     LOGGER: str = variable("", "more of verl's loggers, e.g. tensorboard,mlflow")
 
     @property
+    def sampling_gpus(self) -> int:
+        """GPUs of a machine that RL only samples on; 0: it samples on those that train."""
+        if self.ASYNC != "separate":
+            return 0
+        return self.ROLLOUT_GPUS or max(1, self.N_GPUS // 2)
+
+    @property
+    def training_gpus(self) -> int:
+        """GPUs of a machine that RL trains on."""
+        return self.N_GPUS - self.sampling_gpus
+
+    @property
     def world_size(self) -> int:
         """GPUs that RL trains on: of all machines."""
-        return self.N_GPUS * self.NNODES
+        return self.training_gpus * self.NNODES
 
     @property
     def train_file(self) -> Path:
@@ -580,13 +594,16 @@ def recorded_texts(values: Mapping[str, object]) -> dict[str, str]:
     return texts
 
 
-def batch_problems(prompts: int, mini: int, samples: int, gpus: int, nodes: int) -> Iterator[str]:
-    """Why verl would refuse to train on ``samples`` of ``prompts`` in mini-batches of ``mini`` prompts, in words."""
+def batch_problems(
+    prompts: int, mini: int, samples: int, gpus: int, nodes: int, called: str = "N_GPUS"
+) -> Iterator[str]:
+    """Why verl would refuse to train on ``samples`` of ``prompts`` in mini-batches of ``mini`` prompts, in words.
+    ``called``: what ``gpus`` is."""
     if prompts % mini:
         yield f"MINI_BATCH_SIZE={mini}: must divide TRAIN_BATCH_SIZE={prompts}"
     if mini * samples % (gpus * nodes):  # verl/workers/engine_workers.py, train_mini_batch
         machines = f" x NNODES={nodes}" if nodes > 1 else ""
-        yield f"N_GPUS={gpus}{machines}: must divide MINI_BATCH_SIZE x ROLLOUT_N = {mini * samples}"
+        yield f"{called}={gpus}{machines}: must divide MINI_BATCH_SIZE x ROLLOUT_N = {mini * samples}"
 
 
 def token_problems(tokens: int, shared: int, prompt: int, response: int) -> Iterator[str]:
@@ -645,11 +662,35 @@ def _async_problems(s: Settings) -> Iterator[str]:
         yield f"{chosen}: REWARD_MODEL scores whole batches on the same GPUs; leave one out"
     if s.SELF_PLAY_ROUNDS > 1:
         yield f"{chosen}: a round of self-play begins with samples of its own policy; leave one out"
+    if s.ASYNC == "separate":
+        yield from _separate_problems(s)
+
+
+def _separate_problems(s: Settings) -> Iterator[str]:
+    """Why GPUs cannot be parted into those that train and those that sample (ASYNC=separate)."""
+    chosen, train, sample = "ASYNC=separate", s.training_gpus, s.sampling_gpus
+    if s.N_GPUS < 2:
+        yield f"{chosen}: N_GPUS={s.N_GPUS}, and one trains while another samples; take 2 or more, or ASYNC=colocate"
+    elif train < 1:
+        yield f"ROLLOUT_GPUS={s.ROLLOUT_GPUS}: leaves none of N_GPUS={s.N_GPUS} to train; set it lower"
+    elif sample % s.TP:
+        yield f"TP={s.TP}: must divide ROLLOUT_GPUS={sample}"
+    elif train % s.SP:
+        yield f"SP={s.SP}: must divide N_GPUS - ROLLOUT_GPUS = {train}"
+    if s.NNODES > 1:
+        yield f"{chosen}: has not been tried on several machines; leave NNODES out, or take ASYNC=colocate"
+    if s.LORA_RANK:  # verl 0.9.1 sends the base model without its adapter (engine_workers.py, update_weights)
+        yield f"{chosen}: verl would sample without the adapter that it trains; leave LORA_RANK out, or ASYNC=colocate"
+    if s.OFFLOAD:
+        yield f"{chosen}: OFFLOAD=1 makes room for vLLM, which has GPUs of its own; leave OFFLOAD out"
 
 
 def _training_problems(s: Settings, stage: str) -> Iterator[str]:
     """Why the GPUs cannot share the batches of a training, or its steps are too few."""
-    yield from batch_problems(s.TRAIN_BATCH_SIZE, s.MINI_BATCH_SIZE, s.ROLLOUT_N, s.N_GPUS, s.NNODES)
+    called = "N_GPUS - ROLLOUT_GPUS" if s.sampling_gpus else "N_GPUS"
+    if s.training_gpus > 0:
+        prompts, mini = s.TRAIN_BATCH_SIZE, s.MINI_BATCH_SIZE
+        yield from batch_problems(prompts, mini, s.ROLLOUT_N, s.training_gpus, s.NNODES, called)
     if (s.INIT == "sft" or stage == "sft") and s.SFT_BATCH_SIZE % s.N_GPUS:
         yield f"N_GPUS={s.N_GPUS}: must divide SFT_BATCH_SIZE={s.SFT_BATCH_SIZE}"
     if s.MAX_TOKENS_PER_GPU and s.needs_verl:
@@ -668,9 +709,9 @@ def problems(s: Settings, stage: str) -> Iterator[str]:
         yield from _multi_turn_problems(s)
     if stage_of(stage).plans:
         yield from method(s.METHOD).refusals(s, [])
-        yield from _training_problems(s, stage)
         if s.ASYNC != "off":
             yield from _async_problems(s)
+        yield from _training_problems(s, stage)
     yield from _parallel_problems(s, stage)
     if 0 < s.TRAIN_SIZE < s.TRAIN_BATCH_SIZE:
         yield f"TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}: larger than TRAIN_SIZE={s.TRAIN_SIZE}"
@@ -682,6 +723,8 @@ def problems(s: Settings, stage: str) -> Iterator[str]:
     if s.TRUNCATED == "shaped" and s.METHOD != "dapo" and (not learns or s.REWARD_MODEL):
         what = "REWARD_MODEL is the whole reward" if s.REWARD_MODEL else f"METHOD={s.METHOD} learns from no reward"
         yield f"TRUNCATED=shaped: {what}; take TRUNCATED=masked or counted"
+    if s.ROLLOUT_GPUS and s.ASYNC != "separate":
+        yield f"ROLLOUT_GPUS={s.ROLLOUT_GPUS}: is for ASYNC=separate; leave ROLLOUT_GPUS out"
     if s.TEACHER and s.METHOD != "distill":
         yield f"TEACHER={s.TEACHER}: is for METHOD=distill; METHOD={s.METHOD} has none"
     if s.INIT == "sft" and s.SFT_SOURCE == "task" and s.SFT_SIZE < s.SFT_BATCH_SIZE:

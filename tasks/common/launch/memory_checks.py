@@ -97,7 +97,8 @@ def heads(s: Settings, shapes: memory.Shapes, planned: memory.Plan) -> Iterator[
     for name, count in sorted(shared, reverse=True):
         if not shapes.divides(count):
             text = f"{name}={count}: MODEL has {shapes.heads} heads and {shapes.key_heads} of keys"
-            fits = [n for n in range(1, s.N_GPUS + 1) if s.N_GPUS % n == 0 and shapes.divides(n)]
+            among = (planned.samplers if name == "TP" else planned.gpus_here) if planned.samplers else s.N_GPUS
+            fits = [n for n in range(1, among + 1) if among % n == 0 and shapes.divides(n)]
             yield error("heads", f"{text}, which cannot be shared so", f"set {name} to one of {fits}")
 
 
@@ -167,7 +168,8 @@ def beside(
     """``planned`` as one of ``sharing`` trainings on ``gpu`` (experiments.train_at_once), and the bytes that the others
     hold there: their state between the passes, and their part of vLLM's share. ARGS give each the whole share."""
     share = planned.share / (sharing if planned.share == s.GPU_MEMORY_UTILIZATION else 1)
-    each = sum(memory.resting(shapes, planned).values()) + memory.OVERHEAD + share * gpu.total
+    state, vllm = sum(memory.resting(shapes, planned).values()), share * gpu.total
+    each = memory.OVERHEAD + (max(state, vllm) if planned.samplers else state + vllm)
     return replace(planned, share=share), (sharing - 1) * each
 
 

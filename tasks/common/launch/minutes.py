@@ -18,7 +18,7 @@ from verl_tasks.settings import Settings, fingerprint
 
 # Settings that decide the time of a stage: these words, and all whole numbers but the following. How long responses are
 # within their limit changes while a policy learns.
-WORDS = ("STACK", "MODEL", "TEACHER", "METHOD", "INIT", "SFT_SOURCE", "DIFFICULTY")
+WORDS = ("STACK", "MODEL", "TEACHER", "METHOD", "INIT", "SFT_SOURCE", "DIFFICULTY", "ASYNC")
 NO_TIME = ("SEED", "TRAIN_SEED", "EVAL_SEED", "KEEP", "PATIENCE", "WANDB")
 SHORT = 16384  # tokens that RL may sample: of fewer, the engines' start is most of the time
 
@@ -32,8 +32,15 @@ def sizes_of(s: Settings) -> str:
 
 def timed(s: Settings) -> dict[str, float]:
     """Seconds by stage, from timed passes of MODEL; empty where they were never compared with a training (on a GPU,
-    with pairs, a critic or other models), and of a short one."""
-    others = s.by_pairs or s.TEACHER or s.REWARD_MODEL or s.METHOD in ("ppo", "dapo") or s.SFT_SOURCE == "samples"
+    with pairs, a critic or other models, sampling beside the update), and of a short one."""
+    others = (
+        s.sampling_gpus
+        or s.by_pairs
+        or s.TEACHER
+        or s.REWARD_MODEL
+        or s.METHOD in ("ppo", "dapo")
+        or s.SFT_SOURCE == "samples"
+    )
     if s.STACK != "cpu" or others or s.STEPS * s.TRAIN_BATCH_SIZE * s.ROLLOUT_N * s.MAX_RESPONSE_LENGTH < SHORT:
         return {}
     file = s.runs_dir / ".passes.json"

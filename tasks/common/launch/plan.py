@@ -137,6 +137,6 @@ def trainer_module(s: Settings, given: Mapping[str, str]) -> dict[str, str]:
     verl lets one choose it."""
     own = method(s.METHOD).TRAINER if verl_versions.has_own_trainers(s) else None
     if s.ASYNC != "off":
-        own = "verl_tasks.verl_plugins.async_trainer"
+        own = f"verl_tasks.verl_plugins.{'separate' if s.sampling_gpus else 'async'}_trainer"
     modules = [given.get("VERL_USE_EXTERNAL_MODULES"), own]
     return {"VERL_USE_EXTERNAL_MODULES": ",".join(filter(None, modules))}

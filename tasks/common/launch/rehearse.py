@@ -39,7 +39,15 @@ KILL_AFTER = 900  # seconds without a checkpoint
 CLEAN_SECONDS = 20  # until no process of a killed training is left
 POLL_SECONDS = 0.2
 # Of the real run's settings, these say what a CPU with one process and a random model cannot play.
-ALONE = {"N_GPUS": "1", "NNODES": "1", "TP": "1", "SP": "1", "OFFLOAD": "0", "MAX_TOKENS_PER_GPU": "0"}
+ALONE = {
+    "N_GPUS": "1",
+    "ROLLOUT_GPUS": "0",
+    "NNODES": "1",
+    "TP": "1",
+    "SP": "1",
+    "OFFLOAD": "0",
+    "MAX_TOKENS_PER_GPU": "0",
+}
 NOT_PLAYED = ("ABORT_ON", "WANDB", "LOGGER", "REWARD_MODEL", "RUN", "PATIENCE")
 # What make, a shell and an outer launch put into the environment; a played command gets its own.
 OURS = {"GIVEN", "MAKEFLAGS", "MAKELEVEL", "MFLAGS", "STARTED", COMPLETE, "ARTIFACTS", "ARGS", "RAY_ADDRESS", "PYTHON"}
@@ -123,6 +131,7 @@ def smaller(s: Settings) -> dict[str, str]:
     }
     sizes |= {"TEST_SIZE": f"{min(s.TEST_SIZE, TEST):g}" if s.TEST_SIZE >= 1 else f"{s.TEST_SIZE:g}"}
     sizes |= {"MAX_TURN_LENGTH": min(s.MAX_TURN_LENGTH, TURN, sizes["MAX_RESPONSE_LENGTH"])}
+    sizes |= {"ASYNC": "colocate"} if s.sampling_gpus else {}
     return ALONE | {name: str(value) for name, value in sizes.items()}
 
 
@@ -148,6 +157,7 @@ def not_played(s: Settings) -> str:
     named = [name for name in (*ALONE, *NOT_PLAYED) if name not in ("MAX_TOKENS_PER_GPU", "RUN")]
     default = {name: f.metadata["default"] for name, f in Settings.__dataclass_fields__.items()} | {"N_GPUS": "1"}
     values = {name: str(getattr(s, name)) for name in named if str(getattr(s, name)) != default[name]}
+    values |= {"ASYNC": s.ASYNC} if s.sampling_gpus else {}
     values |= {"SFT_SOURCE": "samples"} if s.INIT == "sft" and s.SFT_SOURCE == "samples" else {}
     values |= {"SELF_PLAY_ROUNDS": str(s.SELF_PLAY_ROUNDS)} if s.SELF_PLAY_ROUNDS > 1 else {}
     return ", ".join(f"{name}={value}" for name, value in values.items())

@@ -119,7 +119,7 @@ def train(s: Settings, arguments: list[str], number: int, start: str, run: Run, 
         raise cluster.explained(error, nodes) from error
     if said := method(s.METHOD).warning_after(run.metrics):
         print(f"  warning: {said}")
-    if said := staleness(run.metrics):
+    if said := "; ".join(filter(None, (staleness(run.metrics), idle(run.metrics)))):
         print(f"  ASYNC={s.ASYNC}: {said}")
     return run
 
@@ -135,6 +135,16 @@ def staleness(metrics: dict[int, dict]) -> str:
         return ""
     older, age = statistics.mean(older), statistics.mean(ages)
     return f"{older:.0%} of the tokens by an older policy, {age:.2f} steps old in the mean, at most {max(most):.0f}"
+
+
+def idle(metrics: dict[int, dict]) -> str:
+    """How long each side of ASYNC=separate waited for the other, in words; empty without it."""
+    steps = [step for step in metrics.values() if {"idle/trainer", "idle/sampler", "timing_s/step"} <= step.keys()]
+    if not (total := sum(step["timing_s/step"] for step in steps)):
+        return ""
+    trainer, sampler = (sum(step[f"idle/{side}"] for step in steps) for side in ("trainer", "sampler"))
+    waited = f"of {total:.0f} s the trainer waited {trainer:.0f} s for samples"
+    return f"{waited}, and vLLM was without a request {sampler:.0f} s"
 
 
 def train_on_pairs(s: Settings, arguments: list[str], number: int, start: str, run: Run) -> Run:

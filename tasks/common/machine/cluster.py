@@ -115,11 +115,11 @@ def secrets(environment: dict[str, str]) -> list[str]:
 def held_cpus(s: Settings) -> int:
     """The CPUs of Ray that a training holds; with fewer, verl 0.9.1 waits for ever.
 
-    Three for each GPU (verl/single_controller/ray/base.py, ResourcePoolManager), one for each of TransferQueue's
-    storage units and its controller. verl 0.6.1 has no TransferQueue.
+    Three for each GPU at most (verl/single_controller/ray/base.py, ResourcePoolManager), one for each of
+    TransferQueue's storage units and its controller. verl 0.6.1 has no TransferQueue.
     """
     units = getattr(stack(s.STACK), "STORAGE_UNITS", 0)
-    return 3 * (s.world_size + method(s.METHOD).GPUS) + (units + 1 if units else 0)
+    return 3 * (s.N_GPUS * s.NNODES + method(s.METHOD).GPUS) + (units + 1 if units else 0)
 
 
 def enough(nodes: list[Node], nnodes: int, gpus: int, cpus: int = 0) -> str:

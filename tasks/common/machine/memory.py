@@ -184,6 +184,7 @@ class Plan:
 
     gpus: int = 1  # of the training
     gpus_here: int = 1  # of them in this machine
+    samplers: int = 0  # other GPUs of this machine, on which vLLM is; 0: it is on those of the training
     tokens: int = 8192  # at most in one forward pass on a GPU
     sequence: int = 1024  # tokens of a prompt and its response
     response: int = 0  # of them in the response
@@ -331,8 +332,8 @@ def estimate(model: Shapes, plan: Plan, gpu_bytes: float = 0) -> Estimate:
         if own_reference:
             ram["reference"] = 4 * model.parameters
         if plan.share:
-            ram["vLLM's weights"] = vllm["weights"] * plan.gpus
-            ram["vLLM's cache"] = plan.cache_bytes * plan.gpus
+            ram["vLLM's weights"] = vllm["weights"] * (plan.samplers or plan.gpus)
+            ram["vLLM's cache"] = plan.cache_bytes * (plan.samplers or plan.gpus)
         if plan.served:
             ram["teacher or reward model"] = plan.number * plan.served + plan.cache_bytes
         return Estimate(ram=ram)
@@ -346,7 +347,8 @@ def estimate(model: Shapes, plan: Plan, gpu_bytes: float = 0) -> Estimate:
         ram["offloaded optimizer"] = 8 * (_trained(model, plan) + _critic(model, plan)) / plan.machines
     if plan.lora_rank and plan.share:
         ram["vLLM asleep"] = vllm["weights"] * plan.gpus_here
-    sampling = resting(model, plan) | {"vLLM": plan.share * gpu_bytes, "contexts": OVERHEAD} if plan.share else {}
+    beside = {} if plan.samplers else resting(model, plan)
+    sampling = beside | {"vLLM": plan.share * gpu_bytes, "contexts": OVERHEAD} if plan.share else {}
     return Estimate(ram, state | work | {"contexts": OVERHEAD}, sampling, vllm)
 
 
@@ -416,9 +418,9 @@ def _remedy(model: Shapes, plan: Plan, sizes: tuple[float, float, float], takes:
     if here := first_that_fits([plan]):
         return here[0]
     lacks_ram = sizes[1] and sum(estimate(model, plan).ram.values()) > sizes[1]
-    may_grow = plan.sharded and not plan.on_cpu
+    may_grow = plan.sharded and not plan.on_cpu and not plan.samplers  # N_GPUS counts these too
     counts = [n for n in (2, 4, 8) if may_grow and plan.gpus_here < n <= (there or MACHINE)]
-    if lacks_ram:  # each process may load the whole model
+    if lacks_ram and not plan.samplers:  # each process may load the whole model
         counts = [n for n in range(plan.gpus_here - 1, 0, -1) if plan.gpus_here % n == 0] + counts
     others = [replace(plan, gpus=n * plan.machines, gpus_here=n) for n in counts]
     unsharded = {"sharded": False, "loaded": 1} if plan.loaded else {}  # training/methods/dpo.py
@@ -437,12 +439,13 @@ def _that_fits(
 ) -> Plan | None:
     """``plan`` with fewer tokens in a pass, another share for vLLM, the model or a sequence over more GPUs, or the
     training state in RAM while vLLM samples or no longer there, so that it fits and is ``taken``."""
-    tps = _shared(model, plan, plan.tensor_parallel) if plan.share else [plan.tensor_parallel]
+    engines = plan.samplers or plan.gpus_here
+    tps = _shared(model, plan, plan.tensor_parallel, engines) if plan.share else [plan.tensor_parallel]
     by_tokens = plan.tokens_by == "MAX_TOKENS_PER_GPU"
-    sps = _shared(model, plan, plan.sequence_parallel) if by_tokens else [plan.sequence_parallel]
+    sps = _shared(model, plan, plan.sequence_parallel, plan.gpus_here) if by_tokens else [plan.sequence_parallel]
     away = not (plan.weights_offloaded and plan.optimizer_offloaded)
     other = {"weights_offloaded": away, "optimizer_offloaded": away}
-    states = [{}, other] if plan.share and plan.sharded and not plan.on_cpu else [{}]
+    states = [{}, other] if plan.share and plan.sharded and not plan.on_cpu and not plan.samplers else [{}]
     shares = {plan.share, *(share / 100 for share in SHARES if share * whole >= LEAST_SHARE * gpu_bytes)}
     shares = sorted(shares, key=lambda share: abs(share - plan.share))  # the nearest first
     for sp, tp, state in product(sps, tps, states):
@@ -464,11 +467,11 @@ def _halved(plan: Plan) -> list[int]:
     return counts
 
 
-def _shared(model: Shapes, plan: Plan, least: int) -> list[int]:
-    """Numbers of GPUs from ``least`` on that may share a model or a sequence."""
+def _shared(model: Shapes, plan: Plan, least: int, gpus: int) -> list[int]:
+    """Numbers of ``gpus`` from ``least`` on that may share a model or a sequence."""
     if plan.on_cpu:
         return [least]
-    return [n for n in range(least, plan.gpus_here + 1) if plan.gpus_here % n == 0 and model.divides(n)]
+    return [n for n in range(least, gpus + 1) if gpus % n == 0 and model.divides(n)]
 
 
 def _changes(plan: Plan, changed: Plan) -> dict[str, float]:
@@ -501,6 +504,7 @@ def words_of(parts: dict[str, float]) -> str:
 def summary(model: Shapes, plan: Plan, gpu_bytes: float) -> str:
     """The estimate in one line, as ``estimate``."""
     needs = estimate(model, plan, gpu_bytes)
-    parts = (("update", needs.update, ""), ("sampling", needs.sampling, " on each GPU"), ("RAM", needs.ram, ""))
+    trains, samples = (" on each GPU that trains", " on each that samples") if plan.samplers else ("", " on each GPU")
+    parts = (("update", needs.update, trains), ("sampling", needs.sampling, samples), ("RAM", needs.ram, ""))
     sizes = [f"{name} {gb(sum(part.values()))}{where}" for name, part, where in parts if part]
     return ", ".join([f"{model.parameters / 1e6:,.1f} M parameters", *sizes])

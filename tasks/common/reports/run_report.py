@@ -50,6 +50,7 @@ CURVES = {
     "response length, tokens": ("response_length/mean",),
     "truncated: share of responses as long as the longest": ("response_length/clip_ratio",),
     "age of the tokens, steps": ("staleness/mean", "staleness/max"),
+    "idle seconds of a step": ("idle/trainer", "idle/sampler"),
     "turns of an episode, and calls that could not be carried out": ("episode/turns", "episode/tool_errors"),
     "share of episodes cut off, by what": ("episode/cut_*", "episode/timeout", "episode/failed"),
     "seconds of an episode, of model and program": ("episode/model_s", "episode/program_s"),

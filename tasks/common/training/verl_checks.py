@@ -34,12 +34,18 @@ def _too_few_cpus(config) -> Iterator[str]:
     if not given or "backend" not in config.get("transfer_queue", {}):  # verl 0.6.1 has none
         return
     units = config.transfer_queue.backend.SimpleStorage.num_data_storage_units
-    gpus = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    gpus = config.trainer.n_gpus_per_node * config.trainer.nnodes + samplers(config)
     teachers = config.distillation.n_gpus_per_node * config.distillation.nnodes if config.distillation.enabled else 0
     if given < (held := units + 1 + 3 * (gpus + teachers)):
         less = "transfer_queue.backend.SimpleStorage.num_data_storage_units"
         fix = f"leave it out, or lower {less}={units}"
         yield f"ray_kwargs.ray_init.num_cpus={given}: a training holds {held} of Ray's CPUs, and would wait; {fix}"
+
+
+def samplers(config) -> int:
+    """GPUs of a composed ``config`` that only sample: verl's separate_async trainer without vLLM on the others."""
+    policy = config.actor_rollout_ref
+    return 0 if policy.hybrid_engine else policy.rollout.nnodes * policy.rollout.n_gpus_per_node
 
 
 def _no_counts(config) -> Iterator[str]:
@@ -117,7 +123,10 @@ def _indivisible(config) -> Iterator[str]:
     actor, rollout, trainer = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.trainer
     gpus, parallel = trainer.n_gpus_per_node * trainer.nnodes, rollout.tensor_model_parallel_size
     prompts, mini_prompts = config.data.train_batch_size, actor.ppo_mini_batch_size
-    if gpus % parallel:  # verl/workers/engine_workers.py, init_model
+    if sampling := samplers(config):
+        if sampling % parallel:  # verl/workers/rollout/llm_server.py would leave GPUs out
+            yield f"rollout.tensor_model_parallel_size={parallel}: must divide ROLLOUT_GPUS = {sampling}"
+    elif gpus % parallel:  # verl/workers/engine_workers.py, init_model
         yield f"rollout.tensor_model_parallel_size={parallel}: must divide N_GPUS x NNODES = {gpus}"
     yield from batch_problems(prompts, mini_prompts, rollout.n, trainer.n_gpus_per_node, trainer.nnodes)
     if actor.use_dynamic_bsz:

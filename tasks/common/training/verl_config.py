@@ -158,7 +158,8 @@ def _reward(s: Settings) -> list[str]:
 
 
 def _async(s: Settings) -> list[str]:
-    """verl_plugins/async_trainer.py; a step waits for prompts that would become too old rather than drop them."""
+    """verl_plugins/async_trainer.py, separate_trainer.py; a step waits for prompts that would become too old rather
+    than drop them."""
     if s.ASYNC == "off":
         return []
     sampler = "trainer.v1.sampler.max_off_policy"
@@ -166,6 +167,26 @@ def _async(s: Settings) -> list[str]:
         "trainer.v1.trainer_mode=task_async",
         f"{sampler}_threshold={s.STALENESS + 1}",  # verl counts the versions, the newest too
         f"{sampler}_strategy=wait",
+        *(_separate(s) if s.sampling_gpus else []),
+    ]
+
+
+def _separate(s: Settings) -> list[str]:
+    """GPUs that only sample. verl then draws each mini-batch by itself, and its rate rises with them."""
+    own, rollout = "trainer.v1.separate_async", "actor_rollout_ref.rollout"
+    mini_batches = s.TRAIN_BATCH_SIZE // s.MINI_BATCH_SIZE
+    return [
+        "trainer.v1.trainer_mode=task_separate",
+        f"{own}.parameter_sync_step={mini_batches}",
+        f"actor_rollout_ref.actor.optim.lr_warmup_steps={s.LR_WARMUP * mini_batches}",
+        # One batch less than would make a step wait for the slowest response of the oldest.
+        f"{own}.num_warmup_batches={max(1, s.STALENESS - 1)}",
+        "actor_rollout_ref.hybrid_engine=False",
+        f"trainer.n_gpus_per_node={s.training_gpus}",
+        f"{rollout}.nnodes={s.NNODES}",
+        f"{rollout}.n_gpus_per_node={s.sampling_gpus}",
+        f"{rollout}.checkpoint_engine.backend=broadcast",
+        f"{rollout}.checkpoint_engine.custom_backend_module=verl_tasks.verl_plugins.broadcast",
     ]
 
 
@@ -433,6 +454,7 @@ def memory_plan(config) -> Plan:
         critic=bool(config.critic.enable or config.algorithm.adv_estimator == "gae"),
         reference=bool(config.algorithm.use_kl_in_reward or actor.use_kl_loss),
         reference_offloaded=not on_cpu,
+        samplers=verl_checks.samplers(config),
         share=rollout.gpu_memory_utilization,
         tensor_parallel=rollout.tensor_model_parallel_size,
         sequence_parallel=actor.ulysses_sequence_parallel_size,

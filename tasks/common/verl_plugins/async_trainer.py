@@ -17,14 +17,8 @@ expect(PPOTrainer._reissue_inflight_prompts, 'tag.get("status") in ("pending", "
 expect(PPOTrainer._save_checkpoint, "tq.save_checkpoint(")
 
 
-@register_trainer("task_async")
-class AsyncTrainer(CheckedTrainer, PPOTrainerColocateAsync):
+class OlderSamples(CheckedTrainer):
     """Metrics beside those of a synchronous training: ``staleness.figures``."""
-
-    MODE = "colocate_async"
-
-    def get_llm_client(self):
-        return self.llm_server_manager.get_client(client_cls=VersionedClient)
 
     def _answers(self, samples):
         found = super()._answers(samples)
@@ -36,3 +30,13 @@ class AsyncTrainer(CheckedTrainer, PPOTrainerColocateAsync):
         if failed:
             tag = {"is_prompt": True, "status": "pending", "global_steps": self.global_steps}
             tq.kv_batch_put(keys=failed, partition_id="train", tags=[tag] * len(failed))
+
+
+@register_trainer("task_async")
+class AsyncTrainer(OlderSamples, PPOTrainerColocateAsync):
+    """verl's asynchronous trainer on the GPUs that sample."""
+
+    MODE = "colocate_async"
+
+    def get_llm_client(self):
+        return self.llm_server_manager.get_client(client_cls=VersionedClient)

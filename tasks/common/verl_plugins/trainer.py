@@ -89,6 +89,7 @@ class CheckedTrainer(KeepBest):
 
     MODE = "sync"  # of verl's trainer
     reads_entropy = False  # needs the entropy before the update
+    parameter_sync_step = 1  # mini-batches that are drawn one by one: verl's own, of its separate_async trainer
     _on_policy = False  # this step skips the pass for the old log-probs
     _complete = 0, None  # the last step that this process trained, and the state of its data then
     _saved = 0
@@ -220,7 +221,8 @@ class CheckedTrainer(KeepBest):
     # _tensors: else the workers also fetch each row's chat and reward details as Python objects, about a quarter of
     # their time (1,024 rollouts of a small model).
     def _compute_old_log_prob(self, batch, metrics):
-        self._on_policy = not self.reads_entropy and one_update.applies(self.config, len(batch))
+        alone = self.parameter_sync_step == 1 and not self.reads_entropy
+        self._on_policy = alone and one_update.applies(self.config, len(batch))
         if self._on_policy:
             return batch
         # Only the metric actor/entropy reads the mode there: nats per token, whatever the loss's mode.
@@ -241,8 +243,9 @@ class CheckedTrainer(KeepBest):
 
     def _check_signal(self, batch) -> None:
         """End, by NO_SIGNAL samples of the first steps, where the warm-up gives RL nothing to learn from."""
-        self._sampled, limit = _samples(batch), self.config.data.max_response_length
-        self._first += tuple(each for each in self._sampled if {"acc", "score"} <= each.reward.keys())
+        sampled, limit = _samples(batch), self.config.data.max_response_length
+        self._sampled = sampled if self.parameter_sync_step == 1 else None
+        self._first += tuple(each for each in sampled if {"acc", "score"} <= each.reward.keys())
         if len(self._first) < NO_SIGNAL:
             return
         groups, responses, scores, _ = zip(*self._first, strict=True)

@@ -117,6 +117,23 @@ def _log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 torch_functional.logprobs_from_logits_v2 = _log_probs
 
+# ---- verl/utils/fsdp_utils.py:1180: what is in RAM already is kept as it is, not as it was (ASYNC=separate) ----------
+
+from verl.utils import fsdp_utils  # noqa: E402
+
+expect(fsdp_utils.fsdp2_sharded_save_to_cpu, "local_cpu_tensor = local_gpu_tensor.detach().cpu()")
+
+_sharded_save = fsdp_utils.fsdp2_sharded_save_to_cpu
+
+
+def _copied(model):
+    """verl's weights of ``model``, as copies: the next update would change them."""
+    shards, spec = _sharded_save(model)
+    return {name: (shard.clone(), own) for name, (shard, own) in shards.items()}, spec
+
+
+fsdp_utils.fsdp2_sharded_save_to_cpu = _copied
+
 # ---- verl/workers/engine/fsdp/transformer_impl.py:1491,1493: the entropy of all sequences at once, padded -----------
 
 expect(transformer_impl.FSDPEngineWithLMHead.prepare_model_outputs, "checkpoint(verl_F.entropy_from_logits, logits)")
