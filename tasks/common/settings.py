@@ -317,6 +317,7 @@ class Settings:
         """What the training reads, by name: it starts anew where one changes. STEPS continues a run, and reporting
         variables do not count. A later round also counts its ``number`` and the model ``start``."""
         left_out = {*REPORTING, *OF_DATA, "TRAIN_FILE", "FILE", "PAIRS_FILE"}  # files count by their contents
+        left_out |= set() if self.sampling_gpus else {"ROLLOUT_GPUS"}  # runs from before it go on
         values = {k: v for k, v in asdict(self).items() if k not in left_out and not k.startswith("SFT_")}
         values |= {"warm-up": self.sft_fingerprint()} if self.INIT == "sft" else {}
         values |= {"round": number, "start": start} if number > 1 else {}
