@@ -49,7 +49,7 @@ default() { :; } # make reads these lines
 {% endif %}
 {% if multi %}
 {% if generated and cookiecutter.lora != "yes" %}
-{{ line("SFT_STEPS", 64, "most steps of the warm-up; its rate falls to 0 by the last", 24) }}
+{{ line("SFT_STEPS", 64, "most steps of the warm-up", 32) }}
 {{ line("SFT_LOSS", 0, "nats of a whole demonstration that end it before: RL is to learn the rest", 4) }}
 {{ line("SFT_BATCH_SIZE", 64, "demonstrations a step", 8) }}
 {{ line("SFT_LR", "1e-5", "in the warm-up; a smaller batch takes a lower one", "1.5e-4") }}
