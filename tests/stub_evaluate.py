@@ -98,7 +98,7 @@ class Environment(Calculator):
         if action.text == "raise":
             raise ZeroDivisionError("the environment broke")
         if action.text == "fail":
-            return Step(done=True, readable=False, broke=True)
+            return Step(done=True, readable=False, broke="it failed")
         return super().step(action)
 
 

@@ -131,6 +131,13 @@ def test_columns_of_the_input_that_are_named_like_those_of_the_output_are_kept()
     assert [(row["input sample"], row["sample"]) for row in rows] == [(7, 0), (7, 1)]
 
 
+def test_an_episode_without_a_ground_truth_has_its_turns():
+    said = [{"role": role, "content": "x"} for role in ("assistant", "tool", "assistant")]
+    played = [replace(rollout(0, "x", None), messages=said), rollout(1, "y", {"score": 1.0, "turns": 3.0})]
+    bare, scored = answers([{"prompt": "a"}, {"prompt": "b", "ground_truth": "1"}], played)
+    assert (bare["turns"], bare["score"], scored["turns"]) == (2, None, 3.0)
+
+
 LARGE = 1234567890123456789
 
 

@@ -82,6 +82,15 @@ def workplace(tmp_path, small_model):
     return Workplace()
 
 
+def test_a_model_without_a_chat_template_is_refused_in_one_line_before_sampling(workplace):
+    model = workplace.model("m", TABLE)
+    (model / "chat_template.jinja").unlink()
+    result = workplace.run("eval", f"m={model}")
+    said = f"error: {model}: has no chat template to render prompts; take an instruct model (MODEL)\n"
+    assert (result.returncode, result.stdout) == (1, said)
+    assert not [*workplace.artifacts.rglob("sampling.log")]
+
+
 def asked(model: Path) -> list[list]:
     return [json.loads(line) for line in (model / "asked.jsonl").read_text().splitlines()]
 

@@ -23,6 +23,7 @@ import pytest
 
 from tests import fake_docker
 from tests.helpers import refused
+from verl_tasks.data import gold
 from verl_tasks.evaluation.rollouts import in_turn
 from verl_tasks.models.chat_template import answer_ids, prompt_ids
 from verl_tasks.rewards import completions, container, program
@@ -411,6 +412,24 @@ def test_a_program_that_asks_for_nothing_is_done_before_the_answers(made):
     assert replayed(made("end(0.5)"), ROW, ["5"], spare=True) == (0.5, 0, True)
     with pytest.raises(RewardError, match="was done before the answer '5'"):
         replayed(made("end(0.5)"), ROW, ["5"])
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("raise KeyError('my own')", r"failed with exit code 1: KeyError: 'my own' \(agent\.py:\d+, in main\)"),
+        ("json.loads('no')", r"1: json\.decoder\.JSONDecodeError: .* \(agent\.py:\d+, in main\)"),
+        ("print('bye'); raise SystemExit(3)", "failed with exit code 3: bye"),
+        ("print('bye')", "without a number in score.json; the last that it printed: bye"),
+    ],
+)
+def test_why_a_program_failed_is_said_where_answers_are_left(made, body, said):
+    environment = made(f"ask(messages); {body}")
+    with pytest.raises(RewardError, match=f"the program .*{said}$"):
+        replayed(environment, ROW, ["5", "6"])
+    own = json.dumps(["5"])  # a demonstration after whose last message it fails
+    with pytest.raises(RewardError, match=f"the program .*{said}$"):
+        gold._episode(environment, None, {own}, "t", own, "", ROW)
 
 
 def test_a_program_that_hangs_without_a_model_is_no_score(made, monkeypatch):

@@ -30,7 +30,7 @@ from verl_tasks.runs.folder import (
 )
 from verl_tasks.runs.keep import ends_run
 from verl_tasks.runs.run import Run, export
-from verl_tasks.runs.validation import learned
+from verl_tasks.runs.validation import WHOLE, learned
 from verl_tasks.settings import Command, SettingsError, load_settings
 
 
@@ -73,11 +73,12 @@ def begun(run_dir, start, settings, mark=None, steps=(4,), reads=None):
 
 def test_a_warm_up_is_complete_with_its_steps_or_its_loss(settings):
     s = replace(settings, SFT_STEPS=20, SFT_LOSS=0.1)
-    losses = {step: {"train/loss": loss} for step, loss in enumerate((0.9, 0.3, 0.12, 0.1, 0.08, 0.06), 1)}
+    losses = dict(enumerate(({WHOLE: loss} for loss in (0.9, 0.3, 0.12, 0.1, 0.08, 0.06)), 1))
     run = Run.read(make_run(s, "sft-x", steps=(6,), metrics=losses, kind="sft"))
     assert run.warmed(s) and not run.warmed(replace(s, SFT_LOSS=0.0))  # the last four: 0.09
     assert not run.warmed(replace(s, SFT_LOSS=0.09)) and run.warmed(replace(s, SFT_STEPS=6, SFT_LOSS=0.0))
     assert not learned([0.0] * 3, 0.1) and learned([9.0, *[0.0] * 4], 0.1) and not learned([0.0] * 9, 0.0)
+    assert learned([0.0, 9.0, 0.0, 0.0], 0.1) and not learned([0.0, 9.0, 9.0, 0.0], 0.1)
 
 
 def test_rounds_are_those_that_began_each_from_the_last_step_of_the_one_before(settings):

@@ -454,6 +454,14 @@ def test_what_a_multi_turn_task_cannot_do_is_refused(changes, said):
         load(**changes)  # without effect for a single-turn task
 
 
+@pytest.mark.parametrize("name", ["MAX_TURNS", "MAX_TURN_LENGTH", "STEP_SECONDS", "AGENT_IMAGE"])
+def test_what_is_for_episodes_alone_is_refused_of_a_single_turn_task_where_it_is_typed(name):
+    said = f"{name}=9: is for multi-turn tasks; TASK=countdown has single responses; leave {name} out"
+    assert error_of(GIVEN=f"LR {name}", **{name: "9"}) == said
+    assert load(GIVEN="LR", **{name: "9"}).MAX_PROMPT_LENGTH == 128  # e.g. of a shell with several tasks
+    assert str(getattr(load(TASK="calculator", GIVEN=name, **{name: "9"}), name)).startswith("9")
+
+
 def test_a_task_is_multi_turn_by_its_environment():
     assert load(TASK="calculator").multi_turn and not load().multi_turn
     assert load(TASK="calculator").reward_file.name == "environment.py" and load().reward_file.name == "reward.py"

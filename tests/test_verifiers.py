@@ -306,7 +306,7 @@ def test_an_error_of_an_episode_is_a_failed_episode_with_its_reason_in_the_log(s
     row = rl_row("t", chat("The row's prompt"), {"answer": "5"}, "test", 0)
     (start, ((_, step, _),)) = retold(environment_of(package), row, ["5"])
     assert start.messages[-1]["content"] == ("A number?" if said else "The row's prompt")
-    assert (step.done, step.broke, step.readable, step.reward) == (True, True, False, 0)
+    assert (step.done, bool(step.broke), step.readable, step.reward) == (True, True, False, 0)
     assert f"{package.name}: an episode failed: EnvError: no such file; log: " in capsys.readouterr().err
 
 

@@ -98,7 +98,7 @@ def test_a_launch_saves_within_five_minutes_of_its_first_step(trainer, module, m
     assert [step for step, _ in trainer.saved[written:]] == [3]  # 280 s after the first; a fourth would end at 420
 
 
-def test_a_warm_up_ends_by_its_loss_and_saves_every_five_minutes(monkeypatch):
+def test_a_warm_up_ends_by_the_loss_of_a_whole_demonstration_and_saves_every_five_minutes(monkeypatch):
     from verl.utils import tensordict_utils
 
     from verl_tasks.verl_plugins import sft_steps
@@ -113,12 +113,16 @@ def test_a_warm_up_ends_by_its_loss_and_saves_every_five_minutes(monkeypatch):
 
     trainer = SimpleNamespace(training_client=SimpleNamespace(train_batch=train_batch), device_name="cpu")
     trainer.save_freq, trainer.total_training_steps, trainer.resume_global_step = -1, 30, 10
-    sft_steps.watch(trainer, 0.1)
-    seen = []
+    sft_steps.watch(trainer, 0.3)
+    masks = [torch.tensor([0, 1, 1]), torch.tensor([0, 0, 1, 1, 1, 1])]  # three tokens of each are learned
+    rows = {"loss_mask": torch.nested.as_nested_tensor(masks, layout=torch.jagged)}
+    seen, told = [], []
     for _ in range(8):
-        trainer.training_client.train_batch(None)
+        output = trainer.training_client.train_batch(rows)
+        told.append(tensordict_utils.get(output, "metrics")["train/demonstration_loss"])
         seen.append((trainer.save_freq, trainer.total_training_steps))
     assert seen == [(-1, 30), (-1, 30), (1, 30), (-1, 30), (-1, 30), (1, 30), (-1, 30), (-1, 18)]
+    assert told == pytest.approx([0.9] * 4 + [0.6, 0.3, 0.15, 0.12])
 
 
 def test_nothing_is_saved_before_the_first_step(trainer, module, monkeypatch):

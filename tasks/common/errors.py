@@ -1,11 +1,15 @@
 """Errors of a task's own code, told with the line of its own file."""
 
+import re
 import sys
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
 from verl_tasks.places import PACKAGE, ROOT
 
+_TRACEBACK = "Traceback (most recent call last):"
+_FRAME = re.compile(r'^ +File "([^"\n]+)", line (\d+), in (\S+)', re.MULTILINE)
 LOGGED = 5  # tracebacks that a process leaves in its log
 _logged = 0
 
@@ -35,6 +39,17 @@ def own_place(error: BaseException) -> str:
         if name == "<module>" and frame.f_globals.get("__name__") == "__main__":
             continue  # a task's program, which calls ours
         return f"{file.relative_to(ROOT)}:{line}, in {name}"
+    return ""
+
+
+def printed_place(text: str, folders: Iterable[Path]) -> str:
+    """``file:line, in function`` of the innermost frame in one of ``folders`` of the traceback that a Python program
+    printed last into ``text``; empty without one."""
+    frames = _FRAME.findall(text.rpartition(_TRACEBACK)[2])
+    for file, line, name in reversed(frames):
+        path = Path(file)
+        if any(path.is_relative_to(folder) for folder in folders) and "site-packages" not in path.parts:
+            return f"{path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name}:{line}, in {name}"
     return ""
 
 

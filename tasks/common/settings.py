@@ -150,7 +150,9 @@ class Settings:
     )
     DPO_BETA: float = variable("0.1", "dpo: beta, the pull to the start", positive)
     SFT_STEPS: int = variable("64", "warm-up: optimizer steps", positive)
-    SFT_LOSS: float = variable("0", "warm-up: ends before SFT_STEPS once its loss is below; 0: never", _from_0)
+    SFT_LOSS: float = variable(
+        "0", "warm-up: loss of a whole demonstration, in nats, that ends it before SFT_STEPS; 0: none", _from_0
+    )
     SFT_BATCH_SIZE: int = variable("64", "demonstrations per step", positive)
     SFT_LR: float = variable("1e-5", "learning rate of the warm-up", positive)
     # rollouts and lengths
@@ -350,6 +352,7 @@ REPORTING |= {"LOGGER", "GPU_MEMORY_UTILIZATION", "TP", "SP", "OFFLOAD", "GOLD"}
 REPORTING |= {"N", "LIMIT", "GREEDY", "EVAL_TEMPERATURE", "TOP_P", "MAX_NEW_TOKENS", "EVAL_SEED"}
 
 
+OF_EPISODES = {"MAX_TURNS", "MAX_TURN_LENGTH", "STEP_SECONDS", "AGENT_IMAGE"}
 # Variables that change the data alone; a training counts these by their contents.
 OF_DATA = {"SOURCE", "MAX_SAMPLES", "DIFFICULTY", "TRAIN_SIZE", "TEST_SIZE", "TEST_SHARE", "DEV_SIZE"}
 
@@ -551,6 +554,9 @@ def load_settings(environ: Mapping[str, str] | None = None, cls: type = Settings
             settings = replace(settings, MINI_BATCH_SIZE=prompts // nearest)
         for problem in problems(settings, environ.get("STAGE", "train")):
             raise SettingsError(problem)
+        for name in [] if settings.multi_turn else OF_EPISODES.intersection(environ.get("GIVEN", "").split()):
+            what = f"is for multi-turn tasks; TASK={settings.TASK} has single responses"
+            raise SettingsError(f"{name}={texts[name]}: {what}; leave {name} out")
     return settings
 
 

@@ -50,8 +50,9 @@ default() { :; } # make reads these lines
 {% if multi %}
 {% if generated and cookiecutter.lora != "yes" %}
 {{ line("SFT_STEPS", 64, "most steps of the warm-up", 32) }}
-{{ line("SFT_LOSS", 0, "a loss that ends it before: the demonstrations are learned", "0.02") }}
+{{ line("SFT_LOSS", 0, "nats of a whole demonstration that end it before: RL is to learn the rest", 4) }}
 {{ line("SFT_BATCH_SIZE", 64, "demonstrations a step", 8) }}
+{{ line("SFT_LR", "1e-5", "in the warm-up; a smaller batch takes a lower one", "1.5e-4") }}
 {% endif %}
 {{ line("TRAIN_BATCH_SIZE", 32 if cookiecutter.method == "dpo" else 128, "prompts a step; each is sampled ROLLOUT_N times", 4) }}
 {{ line("MAX_TURNS", 4, "of the model in an episode") }}

@@ -25,6 +25,7 @@ from verl_tasks.files import write_text
 from verl_tasks.guarded import CALL_SECONDS, Guarded, Result, asks_judge
 from verl_tasks.models.chat_template import answer_ids, demonstration_ids
 from verl_tasks.process import die_with_parent
+from verl_tasks.rewards.answers import RewardError
 from verl_tasks.rewards.environment import SUCCESS, retold, reward_of
 from verl_tasks.rows import DataError
 from verl_tasks.settings import Settings, code_digest
@@ -136,6 +137,8 @@ def _episode(made: type, tokenizer, own: set[str], source: str, demonstration: s
         answers, spare = answers["repeated"], True
     start, turns = retold(made, row, answers, spare)
     reward, done = reward_of(turns), bool(turns) and turns[-1][1].done
+    if demonstration in own and turns and (why := turns[-1][1].broke):
+        raise RewardError(why)
     needs = _needs(tokenizer, start, turns) if demonstration in own else None
     return {"score": reward, "acc": float(done and reward >= SUCCESS), "needs": needs}
 

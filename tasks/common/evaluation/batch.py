@@ -103,7 +103,8 @@ def answers(rows: list[dict], rollouts: list[Rollout]) -> list[dict]:
     for r in rollouts:
         error = "longer than the model's window" if r.finish_reason == TOO_LONG else r.error
         new = {"response": r.response, "finish_reason": r.finish_reason, "tokens": r.tokens, "entropy": r.entropy}
-        new = ({"sample": r.sample} if several else {}) | new | keys | (r.reward or {}) | {"error": error}
+        turns = {"turns": sum(message["role"] == "assistant" for message in r.messages)} if r.messages else {}
+        new = ({"sample": r.sample} if several else {}) | new | keys | (r.reward or turns) | {"error": error}
         result.append({_input_name(name, rows[r.index], new): value for name, value in rows[r.index].items()} | new)
     return result
 

@@ -165,6 +165,21 @@ def check_window(s: Settings, how: Sampling, model: str) -> None:
         raise SettingsError(f"{text}; lower one of them, or take another MODEL")
 
 
+def check_chat(job: Job) -> None:
+    """Raise DataError where the model of ``job`` has no chat template, before an engine starts. What else is wrong with
+    its tokenizer is the engine's to say."""
+    from transformers import AutoTokenizer
+
+    if job.endpoint:
+        return
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(base_model(job.model))
+    except (OSError, ValueError):
+        return
+    if not tokenizer.chat_template:
+        raise DataError(f"{job.model}: has no chat template to render prompts; take an instruct model (MODEL)")
+
+
 def test_job(s: Settings, model: str, rows: Path | None = None) -> Job:
     """Sample ``model`` on the task's held-out prompts, or on those of the file ``rows``."""
     return Job.of(s, model, rows or s.data_dir / "test.parquet", sampling(s), s.LIMIT)
@@ -289,6 +304,8 @@ def sampled(jobs: dict[str, Job], root: Path, scoring: Scoring) -> tuple[dict[st
     files = {label: job.folder(root) / "rollouts.jsonl" for label, job in jobs.items()}
     found = {label: load(job, files[label], scoring) for label, job in jobs.items()}
     todo = {label: jobs[label] for label, (_, missing) in found.items() if missing}
+    for job in todo.values():
+        check_chat(job)
     if todo:
         tails = [_Tail(label, files[label]) for label in todo]
         missing = sum(samples(found[label][1], job.sampling) for label, job in todo.items())

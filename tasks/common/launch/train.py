@@ -86,8 +86,8 @@ def sft(s: Settings, seconds: float = 0) -> str:
     folder.note(run, "sft", s, start)
     run = execute(plan, seconds)
     prune(run.folder, 0)  # a resumed trainer does not know the checkpoints of the one that was killed
-    loss = run.metrics.get(run.last, {}).get("train/loss", math.nan)
-    early = f", below SFT_LOSS={s.SFT_LOSS:g}" if run.last < s.SFT_STEPS else ""
+    loss, whole = (run.metrics.get(run.last, {}).get(name, math.nan) for name in ("train/loss", validation.WHOLE))
+    early = f", {whole:.3g} nats a demonstration: below SFT_LOSS={s.SFT_LOSS:g}" if run.last < s.SFT_STEPS else ""
     return f"{run.last} steps on {count} demonstrations, loss {loss:.3f}{early}"
 
 

@@ -81,7 +81,7 @@ class Step:
     ``reward``, and whether the episode is ``done``. Rewards of an episode add up; 1 in all is a success. ``failed``:
     calls that the environment could not carry out, where it goes on by itself. ``readable``: False where the episode
     is done because of a message without an answer that could be read. A program's step may begin another sequence of
-    tokens, ``start``, or go on with the one of the number ``onto``; ``broke``: the episode ended without a score."""
+    tokens, ``start``, or go on with the one of the number ``onto``; ``broke``: why there is no score."""
 
     messages: list[dict] = field(default_factory=list)
     reward: float = 0.0
@@ -91,7 +91,7 @@ class Step:
     start: Start | None = None
     onto: int | None = None
     asked: Asked = Asked()
-    broke: bool = False
+    broke: str = ""
 
 
 class Environment(Protocol):
@@ -250,7 +250,8 @@ def retold(
             if turns and turns[-1][1].done:
                 if spare:
                     break
-                raise RewardError(f"{_where(row)}: was done before the answer {answer[:80]!r}")
+                early = f"{_where(row)}: was done before the answer {answer[:80]!r}"
+                raise RewardError(turns[-1][1].broke or early)
             turns.append((answer, *stepped(environment, row, start.tools, answer)))
     finally:
         closed(environment)

@@ -22,6 +22,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from socketserver import ThreadingUnixStreamServer
 
+from verl_tasks import errors
 from verl_tasks.places import PYTHON_PATH
 from verl_tasks.rewards import completions, container
 from verl_tasks.rewards.answers import RewardError, number, read_ground_truth
@@ -29,6 +30,7 @@ from verl_tasks.rewards.environment import Environment, Start, Step, Turn
 from verl_tasks.rewards.tool_calls import render_calls
 from verl_tasks.rows import decoded, tools_of
 from verl_tasks.settings import artifacts
+from verl_tasks.text import one_line
 
 __all__ = ["environment_of"]  # for tasks
 
@@ -215,6 +217,26 @@ class Live:
             return None
         return number(found.get("score") if isinstance(found, dict) else found) if self.code == 0 else None
 
+    def problem(self) -> str:
+        """Why there is no score: what a program of Python raised, and the line of its own file, else what it printed
+        last."""
+        if self.code is None:
+            return "the program has not ended"
+        *_, last = ["no output", *filter(None, map(str.strip, self._printed().splitlines()))]
+        place = errors.printed_place(self._printed(), self.endpoint.read) if self.code else ""
+        if not self.code:
+            return f"the program ended without a number in score.json; the last that it printed: {one_line(last, 200)}"
+        return f"the program failed with exit code {self.code}: {one_line(last, 300)}{f' ({place})' if place else ''}"
+
+    def _printed(self) -> str:
+        """The end of its output."""
+        try:
+            log = self.folder / "log.txt"
+            printed = _bytes(log, max(0, log.stat().st_size - TOLD), TOLD).decode(errors="replace")
+        except OSError:
+            return ""
+        return printed.replace(self.key, "(key)")
+
     def close(self, told: str) -> None:
         """End the program, and leave what it printed in the log, under ``told``. A later call does nothing."""
         if self.endpoint.live.pop(self.number, None) is None:
@@ -226,14 +248,10 @@ class Live:
         if self.code is None:
             self.endpoint.send({"end": self.number})
         self.inbox.put(ENDED)  # for a step that nobody waits for any more
-        try:
-            log = self.folder / "log.txt"
-            printed = _bytes(log, max(0, log.stat().st_size - TOLD), TOLD).decode(errors="replace")
-        except OSError:
-            printed = ""
+        printed = self._printed()
         self.endpoint.logs.mkdir(parents=True, exist_ok=True)  # `make clean` may have removed it
         with self.endpoint.log.open("a") as log:
-            log.write(f"episode {self.number}, {told}\n{printed.replace(self.key, '(key)')}")
+            log.write(f"episode {self.number}, {told}\n{printed}")
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -286,7 +304,8 @@ def environment_of(*command: str | Path, python: str = sys.executable, failed: f
                     return self._asks(call.request, int(malformed))
             score = self.live.score()
             if score is None:
-                return Step(reward=failed, done=True, readable=False, broke=True, failed=int(malformed))
+                why = self.live.problem()
+                return Step(reward=failed, done=True, readable=False, broke=why, failed=int(malformed))
             return Step(reward=score, done=True, failed=int(malformed))
 
         def _answer(self, turn: Turn) -> bool:

@@ -241,6 +241,6 @@ def environment_of(package: Package) -> type[Environment]:
             if broke:
                 errors.log(RewardError(f"{package.name}: an episode failed: {broke}; log: {self.process.log}"))
             news = found.get("messages", []), found.get("reward", 0.0), done, found.get("failed", 0)
-            return Step(*news, readable=not broke, broke=bool(broke))
+            return Step(*news, readable=not broke, broke=broke)
 
     return Verifiers

@@ -92,8 +92,9 @@ class Run:
         return validation.ends_early(self.saved, patience, critic_steps(self.settings))
 
     def warmed(self, s: Settings) -> bool:
-        """Whether the warm-up with ``s`` is complete: SFT_STEPS, or its loss is below SFT_LOSS at its last step."""
-        losses = [row["train/loss"] for row in self.saved.values() if "train/loss" in row]
+        """Whether the warm-up with ``s`` is complete: SFT_STEPS, or a whole demonstration's loss is below SFT_LOSS at
+        its last step."""
+        losses = [row[validation.WHOLE] for row in self.saved.values() if validation.WHOLE in row]
         return self.last >= s.SFT_STEPS or validation.learned(losses, s.SFT_LOSS)
 
     def wanted(self, s: Settings) -> float:

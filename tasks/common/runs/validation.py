@@ -5,6 +5,7 @@ All follow from the metrics by step (``runs.run.read_metrics``), so trainer, lau
 
 import math
 import re
+from statistics import median
 
 # verl's names (verl/trainer/ppo/metric_utils.py, process_validation_metrics): val-core/SOURCE/acc/mean@N, and
 # val-aux/SOURCE/reward/mean@N beside it; without `acc` in the reward, val-core/SOURCE/reward/mean@N.
@@ -12,6 +13,7 @@ _MEAN = re.compile(r"val-(core|aux)/.+/(acc|reward)/mean@\d+")
 
 Score = tuple[float, float]
 LEARNED = 4  # steps
+WHOLE = "train/demonstration_loss"  # nats of a whole demonstration; "train/loss" is a token's
 
 
 def score(row: dict) -> Score | None:
@@ -55,8 +57,9 @@ def ranked(steps: list[int], metrics: dict[int, dict]) -> list[int]:
 
 
 def learned(losses: list[float], below: float) -> bool:
-    """Whether a warm-up has learned its demonstrations: the mean of the last LEARNED ``losses`` is ``below``."""
-    return len(losses) >= LEARNED and sum(losses[-LEARNED:]) / LEARNED < below
+    """Whether a warm-up has learned its demonstrations: the median of the last LEARNED ``losses`` is ``below``: small
+    batches have one step of a large loss now and then."""
+    return len(losses) >= LEARNED and median(losses[-LEARNED:]) < below
 
 
 def words(metrics: dict[int, dict]) -> str:

@@ -8,7 +8,7 @@ from verl.trainer import sft_trainer
 from verl.utils import tensordict_utils
 
 from verl_tasks.runs.checkpoint import FirstSave
-from verl_tasks.runs.validation import learned
+from verl_tasks.runs.validation import WHOLE, learned
 from verl_tasks.verl_plugins.expect import expect
 
 # The step that is under way is the last one where it reaches this number, and is saved where save_freq divides it.
@@ -21,15 +21,17 @@ expect(
 
 
 def watch(trainer: sft_trainer.SFTTrainer, below: float) -> None:
-    """Let ``trainer`` end after the step by which the loss is ``learned``, and save as ``FirstSave`` says, again and
-    again."""
+    """Let ``trainer`` end after the step by which the loss of a whole demonstration is ``learned``, and save as
+    ``FirstSave`` says, again and again."""
     train, every, next_save, losses = trainer.training_client.train_batch, trainer.save_freq, FirstSave(), []
 
     def train_batch(data):
         nonlocal next_save
         next_save.begin()
         output = train(data=data)
-        losses.append(_mean(trainer, float(tensordict_utils.get(output, "metrics")["loss"])) if below else 0.0)
+        metrics = tensordict_utils.get(output, "metrics")
+        metrics[WHOLE] = _mean(trainer, whole(float(metrics["loss"]), data["loss_mask"]))
+        losses.append(metrics[WHOLE])
         if below and learned(losses, below):
             trainer.total_training_steps = trainer.resume_global_step + len(losses)
         due = _mean(trainer, float(next_save.due())) > 0  # each process has its own clock
@@ -39,6 +41,12 @@ def watch(trainer: sft_trainer.SFTTrainer, below: float) -> None:
         return output
 
     trainer.training_client.train_batch = train_batch
+
+
+def whole(loss: float, mask: torch.Tensor) -> float:
+    """Nats of a whole demonstration, from the mean ``loss`` of its tokens; ``mask``: nested, 1 on a token that is
+    learned."""
+    return loss * mask.values().sum().item() / mask.size(0)
 
 
 def _mean(trainer: sft_trainer.SFTTrainer, value: float) -> float:
