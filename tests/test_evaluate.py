@@ -469,6 +469,14 @@ def test_where_most_samples_are_cut_off_that_comes_before_the_rate(cut, said):
         assert first.startswith(said) if said else "cut off" not in first
 
 
+@pytest.mark.parametrize(("init", "said"), [("sft", "a shorter warm-up (SFT_STEPS), or harder"), ("base", "harder")])
+def test_where_the_start_is_right_already_no_rate_is_advised(init, said):
+    same = Difference(Estimate(0.0, -0.1, 0.1), 1.0, "t")
+    (only,) = next_steps(replace(load_settings(VALUES), INIT=init), same, [], 0.97)
+    assert only == f"{said} problems: 97% are right before RL, which leaves little to learn"
+    assert "LR=" in next_steps(load_settings(VALUES), same, [], 0.5)[0]
+
+
 @pytest.mark.parametrize(
     ("steps", "patience", "wanted"),
     [(10, 2, "PATIENCE=0"), (4, 2, "STEPS=8 PATIENCE=0"), (4, 3, "STEPS=8"), (4, 0, "STEPS=8")],

@@ -20,6 +20,7 @@ from verl_tasks.rewards.environment import Environment
 from verl_tasks.rows import DataError
 from verl_tasks.settings import Command, Settings, SettingsError, artifacts, fingerprint, load_settings
 
+EASY = 0.9  # right before RL: what is left is less than most intervals
 STOPPED = "stopped; finished samples are kept, the same command continues"
 
 
@@ -49,20 +50,26 @@ def evaluate_models(s: Settings, command: Command, scoring: Scoring, models: dic
     header, rows = comparison_table(summaries, changes, pair)
     show_table(title, header[:-1], [row[:-1] for row in rows])
     print(*outcome(pair, summaries, changes), sep="\n")
-    if last != "sft" and changes and (tries := next_steps(s, changes[headline(changes)], all_rollouts[last])):
-        print("\n".join(["What to try:", *(f"  {line}" for line in tries)]), flush=True)
+    if last != "sft" and changes:
+        name = headline(changes)
+        tries = next_steps(s, changes[name], all_rollouts[last], summaries[before]["metrics"][name]["value"])
+        if tries:
+            print("\n".join(["What to try:", *(f"  {line}" for line in tries)]), flush=True)
     return report_errors([r for rollouts in all_rollouts.values() for r in rollouts])
 
 
-def next_steps(s: Settings, change: Difference, rollouts: list[Rollout]) -> list[str]:
+def next_steps(s: Settings, change: Difference, rollouts: list[Rollout], start: float = 0) -> list[str]:
     """What to try where a training with ``s`` brought no clear gain, beside more of it (launch/main.py, closing).
-    ``rollouts``: of the trained model."""
+    ``rollouts``: of the trained model; ``start``: the value, 0 to 1, from which ``change`` is counted."""
     if (judged := verdict(change)) == GAIN:
         return []
     cut = [r.finish_reason for r in rollouts if r.finish_reason in CUT]
     first = [f"first the samples that are cut off: {advice(cut, bounds(s))}"] if 2 * len(cut) > len(rollouts) else []
     if judged == LOSS:
         return [*first, f"a lower learning rate: LR={s.LR / 2:g}"]
+    if start > EASY:
+        warm = "a shorter warm-up (SFT_STEPS), or " if s.INIT == "sft" else ""
+        return [*first, f"{warm}harder problems: {start:.0%} are right before RL, which leaves little to learn"]
     return [
         *first,
         f"another learning rate: LR={2 * s.LR:g}, and lower if the reward falls",
