@@ -103,7 +103,9 @@ class Packages:
                 return None  # hydra gives it its config
             method = "." in name and isinstance((self.find(name.rpartition(".")[0]) or (0, 0))[1], ast.ClassDef)
             static = any(ast.unparse(word) == "staticmethod" for word in node.decorator_list)
-            return _of_function(node, skip=method and not static)
+            first = next(iter([*node.args.posonlyargs, *node.args.args]), None)
+            bound = method and not static and first is not None and first.arg in ("self", "cls")
+            return _of_function(node, skip=bound)
         if not isinstance(node, ast.ClassDef):
             return None
         fields = {}

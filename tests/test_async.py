@@ -63,29 +63,6 @@ def test_a_step_tells_the_age_of_its_tokens():
 
 
 @pytest.mark.slow  # imports vLLM
-def test_an_interrupted_request_comes_to_the_gate_at_once(monkeypatch):
-    """verl's client sleeps for a second; the server's gate holds the request until the new weights are there."""
-    import asyncio
-    import time
-
-    from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
-    from verl.workers.rollout.replica import TokenOutput
-
-    from verl_tasks.verl_plugins import admitted  # noqa: F401
-
-    reasons = ["aborted"] * 5 + ["completed"]
-
-    async def generate(self, request_id, **kwargs):
-        return TokenOutput(token_ids=[1], log_probs=[-1.0], stop_reason=reasons.pop(0))
-
-    monkeypatch.setattr(LLMServerClient, "generate", generate)
-    client, begun = object.__new__(FullyAsyncLLMServerClient), time.monotonic()
-    client.config = SimpleNamespace()
-    found = asyncio.run(client.generate("one", prompt_ids=[1], sampling_params={"max_tokens": 10}))
-    assert len(found.token_ids) == 6 and time.monotonic() - begun < 1
-
-
-@pytest.mark.slow  # imports vLLM
 def test_an_update_does_not_wait_for_a_request_that_queues_in_vllm(monkeypatch):
     import asyncio
 

@@ -6,14 +6,8 @@ the update waits, a minute at most. vLLM reads its requests and its pause from o
 
 Interrupted requests wait at the gate as calls of the server's actor. If these are as many as it runs at once, the call
 that opens the gate never begins.
-
-Each would wait a second before it comes to the gate, which may be open by then, and vLLM without a request.
 """
 
-import asyncio
-
-from verl.workers.rollout import llm_server
-from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
 from verl.workers.rollout.replica import RolloutReplica
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm import SamplingParams
@@ -26,8 +20,6 @@ expect(vLLMHttpServer.abort_all_requests, "while self._admitting > 0:")
 expect(vLLMHttpServer.generate, "self._admitting -= 1", "final_res = output")
 expect(AsyncLLM.generate, "q = await self.add_request(", "out = q.get_nowait() or await q.get()")
 expect(AsyncLLM._add_request, "await self.engine_core.add_request_async(request)")
-expect(vLLMHttpServer._park_until_admitted, "while self._submission_paused:", "await self._resume_event.wait()")
-expect(FullyAsyncLLMServerClient.generate, "await asyncio.sleep(1)")
 expect(RolloutReplica, "max(1000, self.config.max_num_seqs + CONTROL_METHOD_CONCURRENCY)")
 
 CALLS = 100_000  # of a server at once: more than a training has
@@ -43,17 +35,5 @@ async def add_request(self, request_id, prompt, params, *args, **kwargs):
     return queue
 
 
-class _WithoutSleep:
-    """The module asyncio as llm_server.py sees it."""
-
-    def __getattr__(self, name: str):
-        return getattr(asyncio, name)
-
-    @staticmethod
-    async def sleep(seconds: float) -> None:
-        await asyncio.sleep(0)
-
-
-llm_server.asyncio = _WithoutSleep()
 AsyncLLM.add_request = add_request
 RolloutReplica.max_concurrency = CALLS
