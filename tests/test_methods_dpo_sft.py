@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from tests.helpers import kill_after_a_checkpoint, make
+from tests.helpers import make
 from tests.small_runs import COMMON, TASK, check_run, metrics_of, runs_of, trained_parameters
 from verl_tasks.runs.run import recorded
 
@@ -57,18 +57,6 @@ def test_sft_on_accepted_samples_says_when_none_is_accepted(variables):
     errors = [line for line in result.stdout.splitlines() if line.startswith("error:")]
     assert result.returncode != 0 and len(errors) == 1, result.stdout
     assert not list((Path(variables["ARTIFACTS"]) / "runs" / TASK).glob("sft-*/checkpoints"))
-
-
-@pytest.mark.long
-def test_a_warm_up_that_was_killed_goes_on_from_its_checkpoint(variables):
-    chosen = variables | {"INIT": "sft", "SFT_STEPS": "30"}
-    saved = kill_after_a_checkpoint("sft", f"runs/{TASK}/sft-*", **chosen)
-    result = make("sft", **chosen)
-    assert result.returncode == 0, result.stdout
-    (run,) = runs_of(variables, "sft")
-    launches = [file.read_text().splitlines() for file in sorted((run / "metrics").glob("*.jsonl"))]
-    first, second = ([json.loads(line)["step"] for line in lines] for lines in launches)
-    assert first[0] == 1 and saved < 30 and second == list(range(saved + 1, 31))
 
 
 LORA = {"INIT": "sft", "LORA_RANK": "8", "SFT_STEPS": "20", "SFT_LOSS": "9999"}
