@@ -218,6 +218,11 @@ class Settings:
         return self.N_GPUS - self.sampling_gpus
 
     @property
+    def all_gpus(self) -> int:
+        """GPUs of all machines, those that only sample with the others."""
+        return self.N_GPUS * self.NNODES
+
+    @property
     def world_size(self) -> int:
         """GPUs that RL trains on: of all machines."""
         return self.training_gpus * self.NNODES

@@ -46,7 +46,7 @@ def target_of(s: Settings, command: Command) -> Target:
     """The GPUs of the real run: GPU, else by the name of PROFILE, else the stack's."""
     named = re.search(r"x(\w+)$", command.PROFILE)
     if s.STACK == "cpu":
-        return Target(None, s.N_GPUS * s.NNODES)
+        return Target(None, s.all_gpus)
     if command.GPU:
         name, why = command.GPU, ""
     elif named and named[1] in GPU_MIB:
@@ -54,7 +54,7 @@ def target_of(s: Settings, command: Command) -> Target:
     else:
         name, why = "a100" if s.STACK == "a100" else "h200", f"assumed for STACK={s.STACK}; GPU= names another"
     size = GPU_MIB[name] * hardware.MIB
-    return Target(hardware.GPU(name, size, size), s.N_GPUS * s.NNODES + teacher_gpus([s]), why)
+    return Target(hardware.GPU(name, size, size), s.all_gpus + teacher_gpus([s]), why)
 
 
 def train_file(s: Settings, data_dir: Path) -> Path:

@@ -119,7 +119,7 @@ def held_cpus(s: Settings) -> int:
     TransferQueue's storage units and its controller. verl 0.6.1 has no TransferQueue.
     """
     units = getattr(stack(s.STACK), "STORAGE_UNITS", 0)
-    return 3 * (s.N_GPUS * s.NNODES + method(s.METHOD).GPUS) + (units + 1 if units else 0)
+    return 3 * (s.all_gpus + method(s.METHOD).GPUS) + (units + 1 if units else 0)
 
 
 def enough(nodes: list[Node], nnodes: int, gpus: int, cpus: int = 0) -> str:
