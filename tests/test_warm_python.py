@@ -94,6 +94,7 @@ def test_the_leader_of_a_session_is_a_fork_with_a_session_of_its_own(python, scr
 def test_a_fresh_python_where_a_fork_could_differ(python, script, environment, tmp_path):
     # The modules of a PYTHONPATH could stand in for those that are imported already.
     differing = {"OMP_NUM_THREADS": "1234", "PYTHONHASHSEED": "1", "PYTHONPATH": "/tmp", "FRESH_PYTHON": "1"}
+    differing |= {"VERL_TASK_LAUNCH": "/tmp"}  # its keeper would not see the fork
     for name, value in differing.items():
         run = [python, script(FORKED)]
         result = subprocess.run(run, env=environment | {name: value}, capture_output=True, text=True)

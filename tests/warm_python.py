@@ -69,7 +69,8 @@ def suits(peer: int, request: dict) -> bool:
         case _:
             ours = False
     environment = request["environment"]
-    if not ours or "FRESH_PYTHON" in environment:
+    # A stage's keeper ends its descendants and removes their shared memory (tasks/common/leftovers.py); a fork is ours.
+    if not ours or not environment.keys().isdisjoint(("FRESH_PYTHON", "VERL_TASK_LAUNCH")):
         return False
     # A test may kill its group, which a fork cannot join in another session. Where it leads one, so does the fork.
     if os.getsid(peer) not in (os.getsid(0), peer):
