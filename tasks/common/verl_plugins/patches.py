@@ -13,7 +13,8 @@ import verl_tasks.verl_plugins.nested
 import verl_tasks.verl_plugins.own_code
 import verl_tasks.verl_plugins.value_head
 import verl_tasks.verl_plugins.waits
-import verl_tasks.verl_plugins.whitened  # noqa: F401
+import verl_tasks.verl_plugins.whitened
+import verl_tasks.verl_plugins.zero_advantage  # noqa: F401
 from verl_tasks.machine.local_store import listen_locally
 from verl_tasks.process import die_with_torchrun
 from verl_tasks.verl_plugins.expect import expect

@@ -35,7 +35,7 @@ from verl_tasks.runs.health import NO_SIGNAL, abort, aborted_by, no_signal, stop
 from verl_tasks.runs.run import read_metrics
 from verl_tasks.settings import load_settings
 from verl_tasks.text import one_line
-from verl_tasks.verl_plugins import answers, on_policy, one_update
+from verl_tasks.verl_plugins import answers, on_policy, one_update, zero_advantage
 from verl_tasks.verl_plugins.expect import expect
 from verl_tasks.verl_plugins.keep_best import KeepBest
 from verl_tasks.verl_plugins.staleness import VERSIONS
@@ -272,6 +272,7 @@ class CheckedTrainer(KeepBest):
         policy, update = self.config.actor_rollout_ref, {}
         batch.extra_info[one_update.ON_POLICY] = self._on_policy
         batch.extra_info[one_update.CAP] = one_update.cap(self.config)
+        batch.extra_info[zero_advantage.ALLOWED] = zero_advantage.applies(self.config)
         entropy = self._on_policy or policy.actor.calculate_entropy
         with self._shuffled(policy.actor), on_policy.set_to(policy.actor, "calculate_entropy", entropy):
             batch = super()._update_actor(_tensors(batch), update)
