@@ -1,7 +1,7 @@
 """Every patch of verl 0.6.1; VERL_USE_EXTERNAL_MODULES (stacks/a100) loads them in every verl process.
 
 Here are those that need no file of their own: short ones, and what other files of this room mend for both versions.
-Test: tests/test_a100_stack.py.
+tests/test_a100_stack.py loads all, and runs most.
 """
 
 import importlib.util
