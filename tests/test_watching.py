@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import until
-from tests.test_keep_best import row, whole
+from tests.test_keep_best import row, write_whole
 from tests.test_settings import VALUES
 from verl_tasks import alive, process
 from verl_tasks.launch import main, train
@@ -87,7 +87,7 @@ CLOSED = [
 @pytest.mark.parametrize(("changes", "said"), CLOSED)
 def test_the_next_command_continues_the_run(changes, said, settings, tmp_path, capsys):
     run_dir = tmp_path / "run"
-    whole(run_dir, [1, 2, 3, 4])
+    write_whole(run_dir, [1, 2, 3, 4])
     logged(run_dir, *(json.dumps({"step": step, "data": row(acc)}) for step, acc in ((1, 0.9), (2, 0.1), (4, 0.2))))
     main.closing(replace(settings, **changes), [Run.read(run_dir)])
     out = capsys.readouterr().out
@@ -101,7 +101,7 @@ def test_the_next_command_continues_the_run(changes, said, settings, tmp_path, c
 def test_a_damaged_line_ends_a_report_and_no_training(damaged, settings, tmp_path):
     run_dir = tmp_path / "run"
     plan = rl_plan(settings, Run.read(run_dir), "some/model", None)
-    whole(run_dir, [1, 2, 3, 4])
+    write_whole(run_dir, [1, 2, 3, 4])
     scores = [json.dumps({"step": step, "data": row(acc)}) for step, acc in ((1, 0.1), (3, 0.9), (4, 0.2))]
     logged(run_dir, scores[0], damaged, *scores[1:])
     with pytest.raises(SettingsError, match=r"line 2 .*; remove that line"):
