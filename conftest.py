@@ -182,6 +182,14 @@ def small_model(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def tokenizer(small_model):
+    """The small model's, for tests that leave it as it is."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(small_model)
+
+
 @pytest.fixture(scope="session")
 def digits_checkout(tmp_path_factory) -> Path:
     """A copy of the checkout with the task `digits`, whose reward a random model can get: the digits it writes."""

@@ -55,13 +55,6 @@ class Engine:
         pass
 
 
-@pytest.fixture(scope="module")
-def tokenizer(small_model):
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(small_model)
-
-
 @pytest.fixture
 def certified(small_model, tmp_path, monkeypatch):
     """A function: the checks of a task by name, with a changed chat template or another ``Engine``."""

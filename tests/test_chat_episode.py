@@ -5,8 +5,6 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-import pytest
-
 from tasks.calculator.environment import TOOLS, Environment
 from verl_tasks.evaluation.chat_episode import Table, talk
 from verl_tasks.evaluation.engines import Sampling
@@ -23,13 +21,6 @@ SYSTEM = "be brief"
 ROW = rl_row("calculator", chat("What is 3 + 4?", SYSTEM), {"answer": "7"}, "test", 0, TOOLS)
 CALL = render_calls([{"name": "calculator", "arguments": {"expression": "3 + 4"}}])
 ANSWER = "<answer>7</answer>"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(small_model):
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(small_model)
 
 
 @dataclass

@@ -22,8 +22,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests import results
-from tests.benchmarks.qwen import QWEN25_3B
-from tests.helpers import ROOT, SMALL, exported, make, write_checkpoint
+from tests.helpers import QWEN25_3B, ROOT, SMALL, exported, make, write_checkpoint
 from tests.test_profiles import CONFIGS, PROFILES, hardware_of, loaded
 from verl_tasks.launch import doctor, memory_checks
 from verl_tasks.launch.finding import Finding

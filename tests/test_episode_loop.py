@@ -37,13 +37,6 @@ class Server:
         )
 
 
-@pytest.fixture(scope="module")
-def tokenizer(small_model):
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(small_model)
-
-
 def output_of(tokenizer, server: Server, cls: str = "EpisodeOfRow", prompt_length: int = 1000, **limits):
     """verl's AgentLoopOutput of the class ``cls``. Imported here: verl sets variables, which no test may leave."""
     from verl_tasks.verl_plugins import episode_loop

@@ -1,4 +1,6 @@
-"""Validation, the best checkpoints and PATIENCE in verl's own training loop; only workers and engines are stand-ins."""
+"""Validation, the best checkpoints and PATIENCE in verl's own training loop, where only workers and engines are stand-
+ins; which folders are whole checkpoints, and that verl resumes from the last of them whatever its tracker says.
+"""
 
 import json
 import shutil
@@ -11,8 +13,10 @@ import pytest
 from tests.helpers import write_checkpoint, write_shards
 from tests.test_settings import VALUES
 from verl_tasks.launch import train
+from verl_tasks.models.merge import has_weights
 from verl_tasks.runs import checkpoint, folder, keep, validation
-from verl_tasks.runs.run import Run, last_step, read_metrics, tracker, whole_steps
+from verl_tasks.runs.checkpoint import ranks, whole
+from verl_tasks.runs.run import Run, last_step, mend_tracker, read_metrics, tracker, whole_steps
 from verl_tasks.settings import SettingsError, load_settings
 from verl_tasks.training import verl_config
 
@@ -138,7 +142,7 @@ def test_patience_ends_the_run_and_more_of_it_continues(fit):
 # ---- what is on disk
 
 
-def whole(run_dir, steps, last=None):
+def write_whole(run_dir, steps, last=None):
     for step in steps:
         write_checkpoint(run_dir / f"checkpoints/global_step_{step}")
     tracker(run_dir).write_text(str(last or max(steps)))
@@ -147,7 +151,7 @@ def whole(run_dir, steps, last=None):
 def test_a_warm_up_that_was_resumed_keeps_its_last_checkpoint_alone(tmp_path, monkeypatch):
     settings = replace(load_settings(VALUES), SFT_STEPS=4)
     monkeypatch.setattr(folder, "sft_dir", lambda s: tmp_path)
-    whole(tmp_path, [2, 4])  # 2 is of the launch that was killed
+    write_whole(tmp_path, [2, 4])  # 2 is of the launch that was killed
     assert train.sft(settings) == "up to date: 4 steps" and folders(tmp_path) == ["global_step_4"]
 
 
@@ -178,7 +182,7 @@ def validated(run_dir, accuracies):
 
 
 def test_what_a_crash_left_goes_and_the_last_whole_one_never(tmp_path):
-    whole(tmp_path, [2, 4, 6, 8, 10], last=8)
+    write_whole(tmp_path, [2, 4, 6, 8, 10], last=8)
     (tmp_path / "checkpoints/global_step_10/data.pt").unlink()  # 10 was being written
     (tmp_path / "checkpoints/removed_global_step_4/actor").mkdir(parents=True)  # an earlier 4 was being removed
     validated(tmp_path, {2: 0.9, 4: 0.1, 6: 0.5, 8: 0.0, 10: 1.0})
@@ -189,7 +193,7 @@ def test_what_a_crash_left_goes_and_the_last_whole_one_never(tmp_path):
 
 
 def test_nothing_goes_without_a_whole_checkpoint(tmp_path):
-    whole(tmp_path, [2, 4])
+    write_whole(tmp_path, [2, 4])
     for step in (2, 4):
         (tmp_path / f"checkpoints/global_step_{step}/data.pt").write_bytes(b"PK")
     keep.prune(tmp_path, 0)
@@ -197,7 +201,7 @@ def test_nothing_goes_without_a_whole_checkpoint(tmp_path):
 
 
 def test_a_crash_while_one_is_removed_leaves_no_half_checkpoint(tmp_path, monkeypatch):
-    whole(tmp_path, [2, 4, 6])
+    write_whole(tmp_path, [2, 4, 6])
 
     def killed(path, ignore_errors):
         (path / "data.pt").unlink()
@@ -248,3 +252,105 @@ def test_the_dev_score_is_verls_mean_whatever_else_it_logs():
     two = logged({"reward": rewards, "acc": [1.0, 1.0, 0.0, 0.0]}, ["t", "t", "u/v", "u/v"])
     assert validation.score(two) == pytest.approx((0.5, 0.5))
     assert validation.score({"val-core/t/acc/mean@1": float("nan")}) is None is validation.score({"actor/entropy": 1.0})
+
+
+# ---- whole checkpoints
+
+
+def files(folder):
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.fixture(params=["rl", "critic", "sft"])
+def saved(request, tmp_path):
+    """A checkpoint of two ranks as verl leaves it."""
+    folder = tmp_path / "checkpoints/global_step_4"
+    write_checkpoint(folder, 2)
+    if request.param == "critic":
+        write_shards(folder / "critic", 2)
+    if request.param == "sft":
+        for file in files(folder / "actor"):
+            file.rename(folder / file.name)
+        (folder / "actor").rmdir()
+        (folder / "data.pt").rename(folder / "data_0.pt")
+    return folder
+
+
+def test_a_checkpoint_counts_only_with_every_file_and_every_file_to_its_end(saved):
+    assert whole(saved) and last_step(saved.parents[1]) == 4
+    for file in files(saved):
+        kept = file.read_bytes()
+        file.unlink()
+        assert not whole(saved), file
+        file.write_bytes(kept[:-1])
+        assert not whole(saved) and last_step(saved.parents[1]) == 0, file
+        file.write_bytes(kept)
+    assert whole(saved)
+
+
+def test_the_names_of_the_shards_tell_how_many_processes_wrote_them(tmp_path):
+    write_shards(tmp_path / "sft", 12)
+    (tmp_path / "sft/data_0.pt").touch()
+    assert (ranks(tmp_path / "sft"), ranks(tmp_path), ranks(tmp_path / "absent")) == (12, 0, 0)
+
+
+def test_only_empty_folders_are_no_checkpoint(tmp_path):
+    (tmp_path / "actor/huggingface").mkdir(parents=True)
+    (tmp_path / "actor/huggingface/config.json").touch()
+    assert not whole(tmp_path) and not whole(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("optimizer", [("optimizer.pt",), ("optimizer.bin", "pytorch_model_fsdp.bin")])
+def test_a_checkpoint_of_dpo_has_a_model_and_all_that_resumes_it(tmp_path, optimizer):
+    names = ("config.json", "model.safetensors", *optimizer, "scheduler.pt", "trainer_state.json")
+    for name in names:
+        (tmp_path / name).touch()
+    assert whole(tmp_path)
+    for name in names:
+        (tmp_path / name).unlink()
+        assert not whole(tmp_path), name
+        (tmp_path / name).touch()
+
+
+def test_a_model_in_parts_is_whole_with_all_of_them(tmp_path):
+    (tmp_path / "config.json").touch()
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "model-1.safetensors").touch()
+    assert not has_weights(tmp_path)
+    (tmp_path / "model-2.safetensors").touch()
+    assert has_weights(tmp_path)
+
+
+@pytest.mark.parametrize("said", ["", "\0", "6", "8", "4x", None])
+def test_verl_resumes_from_the_last_whole_checkpoint(tmp_path, said):
+    """6 was removed in part, 8 was being written: neither is whole."""
+    from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
+
+    folder = tmp_path / "checkpoints"
+    for step in (2, 4, 6, 8):
+        write_checkpoint(folder / f"global_step_{step}")
+    shutil.rmtree(folder / "global_step_6/actor")
+    (folder / "global_step_8/data.pt").unlink()
+    if said is not None:
+        tracker(tmp_path).write_text(said)
+    mend_tracker(Run.read(tmp_path))
+    assert find_latest_ckpt_path(str(folder)) == str(folder / "global_step_4")
+    assert [*whole_steps(tmp_path)] == [2, 4]
+
+
+def test_verl_starts_anew_where_no_checkpoint_is_whole(tmp_path):
+    from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
+
+    (tmp_path / "checkpoints/global_step_1").mkdir(parents=True)
+    tracker(tmp_path).write_text("")
+    mend_tracker(Run.read(tmp_path))
+    assert find_latest_ckpt_path(str(tmp_path / "checkpoints")) is None
+
+
+def test_a_tracker_that_names_a_whole_checkpoint_is_followed_and_kept(tmp_path):
+    for step in (2, 4):
+        write_checkpoint(tmp_path / f"checkpoints/global_step_{step}")
+    tracker(tmp_path).write_text("2")
+    mend_tracker(Run.read(tmp_path))
+    assert last_step(tmp_path) == 2 and [*whole_steps(tmp_path)] == [2] and tracker(tmp_path).read_text() == "2"

@@ -51,8 +51,8 @@ def rollouts(*samples, index=0, **values):
 
 
 def pairs_of(*samples, **values):
-    found = best_against_worst(rollouts(*samples, **values))
-    return [(e.ground_truth["chosen"], e.ground_truth["rejected"]) for e in found.examples], found.ties, found.unscored
+    found, *left_out = best_against_worst(rollouts(*samples, **values))
+    return [(e.ground_truth["chosen"], e.ground_truth["rejected"]) for e in found], *left_out
 
 
 # ---- pairs
@@ -63,8 +63,8 @@ def test_the_best_goes_against_the_worst_and_the_first_of_equals_is_taken():
 
 
 def test_prompts_are_apart_and_in_their_order():
-    found = best_against_worst(rollouts(("a", 1), ("b", 0)) + rollouts(("x", 0), ("y", 1), index=1))
-    assert [e.ground_truth["chosen"] for e in found.examples] == ["a", "y"]
+    found, *_ = best_against_worst(rollouts(("a", 1), ("b", 0)) + rollouts(("x", 0), ("y", 1), index=1))
+    assert [e.ground_truth["chosen"] for e in found] == ["a", "y"]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_the_worst_may_be_cut_off_and_the_best_is_then_the_best_that_ended():
 
 
 def test_a_greedy_response_is_not_a_sample():
-    assert best_against_worst(rollouts(("a", 1), ("b", 0), mode=GREEDY)).examples == []
+    assert best_against_worst(rollouts(("a", 1), ("b", 0), mode=GREEDY))[0] == []
 
 
 # ---- right responses

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.qwen import QWEN25_3B
-from tests.helpers import ROOT, SINGLE_TURN, exported
+from tests.helpers import QWEN25_3B, ROOT, SINGLE_TURN, exported
 from tests.wheels import verl_package
 from verl_tasks import settings
 from verl_tasks.launch import memory_checks

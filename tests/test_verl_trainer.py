@@ -1,6 +1,12 @@
-"""The trainer without a training: what it does when a reward fails. In a training: test_judge_training.py."""
+"""The trainers without a training: what they do when a reward fails, how a step's responses come into mini-batches,
+which steps train what, and DAPO's bound. In trainings: test_judge_training.py, test_numerics.py; with verl 0.6.1:
+test_a100_stack.py.
+"""
 
 import json
+from contextlib import nullcontext
+from itertools import chain
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -11,10 +17,12 @@ from omegaconf import OmegaConf
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from tests.test_settings import VALUES
+from tests.test_verl_config import settings_of
 from tests.test_verl_on_policy import composed, nested
 from verl_tasks.rewards.answers import RewardError
 from verl_tasks.runs import checkpoint
 from verl_tasks.runs.health import AbortedError
+from verl_tasks.training import verl_config
 
 MODEL = "the/classifier"
 
@@ -359,3 +367,216 @@ def test_the_turns_and_cuts_of_a_steps_episodes_are_metrics(sampled, module, mon
     monkeypatch.setattr(module.KeepBest, "_compute_metrics", lambda *_, **__: None)
     trainer._compute_metrics(batch, metrics := {}, {}, 1, 0)
     assert (metrics["episode/turns"], metrics["episode/cut_turns"], metrics["episode/cut_length"]) == (4.0, 0.5, 0.0)
+
+
+# ---- mini-batches: between trainer and workers only the queue and the model are left out
+
+
+LENGTHS = torch.randint(10, 500, (128,), generator=torch.Generator().manual_seed(0)).sort().values.tolist()
+GROUP = 8  # responses a prompt; 16 prompts, in 4 mini-batches
+
+
+@pytest.fixture
+def updating(module, monkeypatch):
+    """A trainer in step 1 with a critic, that asks the workers for nothing but updates."""
+    small = {"METHOD": "ppo", "TRAIN_BATCH_SIZE": "16", "MINI_BATCH_SIZE": "4", "ROLLOUT_N": str(GROUP), "SEED": "7"}
+    s = settings_of("countdown", monkeypatch, **small, CRITIC_WARMUP="2")
+    made = object.__new__(module.TaskTrainer)
+    made.config = verl_config.compose("ppo_trainer", verl_config.rl_overrides(s, "m", Path("/r")))
+    made.global_steps, made.use_critic, made.use_reference_policy = 1, True, False
+    made.distillation_config = None
+    made.tokenizer = SimpleNamespace(eos_token_id=0)
+    monkeypatch.setattr(module, "_tensors", lambda batch: batch)  # no fields in a queue
+    return made
+
+
+def taken(extra_info: dict, order: list[int], gpus: int, rank: int, made: list[list[float]]) -> dict:
+    """What the worker of GPU ``rank`` does with its part of a batch in that ``order``; its mini-batches' lengths."""
+    from verl.utils import tensordict_utils
+    from verl.workers.engine_workers import TrainingWorker
+
+    rows = [LENGTHS[row] for row in order]
+    part = rows[rank * len(rows) // gpus : (rank + 1) * len(rows) // gpus]
+    data = TensorDict({"lengths": torch.tensor(part)}, batch_size=len(part))
+    tensordict_utils.assign_non_tensor(data, **extra_info)
+    worker = object.__new__(TrainingWorker)
+    worker.profiler = mock.Mock()
+    worker.engine = SimpleNamespace(
+        get_data_parallel_size=lambda: gpus,
+        get_data_parallel_rank=lambda: rank,
+        train_mode=lambda **_: nullcontext(),
+        is_mp_src_rank_with_outputs=lambda: False,
+    )
+    worker.train_batch = lambda mini: made.append(mini["lengths"].tolist())
+    worker.train_mini_batch(data)
+    return made
+
+
+def mean_lengths(updating, part: str, gpus: int) -> list[float]:
+    """Of the mini-batches of the actor or the critic; the batch comes as TransferQueue keeps it, short ones first."""
+    from transfer_queue import KVBatchMeta
+    from verl.utils import tensordict_utils
+
+    tags = [{"seq_len": length} for length in LENGTHS]
+    batch = KVBatchMeta(partition_id="train", keys=[str(row) for row in range(len(LENGTHS))], tags=tags)
+    updating.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": list(range(gpus))})
+    batch = updating._balance_batch(batch, {})
+    each = [[] for _ in range(gpus)]
+
+    def update(meta):
+        for rank in range(gpus):
+            taken(meta.extra_info, [int(key) for key in meta.keys], gpus, rank, each[rank])
+        metrics = TensorDict({}, batch_size=[])
+        tensordict_utils.assign_non_tensor(metrics, metrics={"mfu": [0.0]})
+        return SimpleNamespace(get=lambda: metrics) if part == "critic" else metrics
+
+    if part == "critic":
+        updating.critic_wg = SimpleNamespace(train_mini_batch=update)
+        updating._update_critic(batch, {})
+    else:
+        updating.actor_rollout_wg.update_actor = update
+        updating._update_actor(batch, {})
+    assert sorted(length for mine in each for mini in mine for length in mini) == LENGTHS
+    return [float(torch.tensor([*chain(*minis)]).float().mean()) for minis in zip(*each, strict=True)]
+
+
+def spread(lengths: list[float]) -> float:
+    assert len(lengths) == 4
+    return max(lengths) - min(lengths)
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize("part", ["actor", "critic"])
+def test_mini_batches_are_of_mixed_lengths(updating, part, gpus):
+    lengths = mean_lengths(updating, part, gpus)
+    assert spread(lengths) < 100
+    assert mean_lengths(updating, part, gpus) == lengths
+    updating.global_steps = 2
+    assert mean_lengths(updating, part, gpus) != lengths
+    updating.global_steps, updating.config.data.seed = 1, 8
+    assert mean_lengths(updating, part, gpus) != lengths
+
+
+@pytest.mark.parametrize("part", ["actor", "critic"])
+def test_without_shuffling_the_longest_are_trained_last(updating, part):
+    """What the shuffling is for."""
+    updating.config.actor_rollout_ref.actor.shuffle = updating.config.critic.shuffle = False
+    lengths = mean_lengths(updating, part, 1)
+    assert spread(lengths) > 300 and lengths == sorted(lengths)
+
+
+def test_the_policy_is_trained_after_the_critics_warm_up(updating, module):
+    trained = {"_update_critic": [], "_update_actor": []}
+    steps = ["_balance_batch", "_compute_old_log_prob", "_compute_values", "_compute_advantage"]
+    for name in steps:
+        setattr(updating, name, lambda batch, metrics: batch)
+    for name, seen in trained.items():
+        setattr(updating, name, lambda batch, metrics, seen=seen: seen.append(updating.global_steps) or batch)
+    batch = SimpleNamespace(extra_info={})
+    updating.replay_buffer = SimpleNamespace(sample=lambda **_: (batch, {}))
+    updating.reward_loop_manager = SimpleNamespace(reward_loop_worker_handles=[])
+    updating.on_sample_begin = updating.on_sample_end = lambda: None
+    for updating.global_steps in range(1, 6):
+        updating._step_once({}, {}, 16)
+    assert trained == {"_update_critic": [1, 2, 3, 4, 5], "_update_actor": [3, 4, 5]}
+
+
+# ---- DAPO's bound on verl's own ReplayBuffer, with a store in place of TransferQueue
+
+
+BATCH = 4
+
+
+@pytest.fixture(scope="module")
+def dapo():
+    from verl_tasks.verl_plugins import dynamic_sampling  # here: importing verl takes seconds
+
+    return dynamic_sampling
+
+
+class Store:
+    """What the buffer asks of TransferQueue. ``signal(n)``: whether the n-th prompt's two samples differ."""
+
+    def __init__(self, signal):
+        self.signal, self.prompts, self.groups = signal, 0, {}
+
+    def add(self, prompts: int) -> int:
+        for _ in range(prompts):
+            self.groups[f"p{self.prompts}"] = self.signal(self.prompts)
+            self.prompts += 1
+        return prompts
+
+    def kv_list(self) -> dict:
+        items = {}
+        for name in self.groups:
+            items[name] = {"is_prompt": True, "status": "finished", "global_steps": 1}
+            items |= {f"{name}_{sample}_0": {"seq_len": 3} for sample in range(2)}
+        return {"train": items}
+
+    def kv_batch_get(self, keys, partition_id, select_fields) -> dict:
+        scores = [float(self.groups[key.split("_")[0]] and key.split("_")[1] == "1") for key in keys]
+        return {"extra_fields": [{"reward_extra_info": {"score": score}} for score in scores]}
+
+    def kv_clear(self, partition_id, keys) -> None:
+        for key in keys:
+            self.groups.pop(key, None)
+
+
+def step(dapo, monkeypatch, signal, batches: int, steps: int = 1) -> tuple[list[set[str]], list[dict], Store]:
+    """The prompts that ``steps`` steps train on, and their metrics."""
+    store = Store(signal)
+    buffer = dapo.ReplayBuffer(
+        "sync",
+        {},
+        None,
+        "drop",
+        {},
+        poll_interval=0.001,
+        refill_fn=store.add,
+        filter_groups_metric="score",
+        train_batch_size=BATCH,
+        gen_batch_size=1,
+    )
+    dapo.bounded(buffer, batches)
+    names = ("kv_list", "kv_batch_get", "kv_clear")
+    monkeypatch.setattr(
+        "verl.trainer.ppo.v1.replay_buffer.tq", SimpleNamespace(**{name: getattr(store, name) for name in names})
+    )
+    chosen, metrics = [], []
+    for _ in range(steps):
+        store.add(BATCH)  # the trainer, at the start of its step
+        batch, found = buffer.sample(global_steps=1, partition_id="train", batch_size=BATCH)
+        chosen.append({key.split("_")[0] for key in batch.keys})
+        metrics.append({name: value for name, value in found.items() if name.startswith("dapo/")})
+    return chosen, metrics, store
+
+
+@pytest.mark.medium
+def test_a_batch_has_signal_and_the_metrics_count_what_was_sampled_for_it(dapo, monkeypatch):
+    (chosen,), (metrics,), store = step(dapo, monkeypatch, lambda n: n % 2 == 0, batches=10)
+    assert len(chosen) == BATCH and all(int(name[1:]) % 2 == 0 for name in chosen)
+    assert metrics["dapo/sampled"] == store.prompts > BATCH and metrics["dapo/bound_hit"] == 0
+    assert metrics["dapo/sampled"] == metrics["dapo/dropped"] + metrics["dapo/surplus"] + BATCH
+
+
+def test_without_any_signal_the_bound_fills_the_batch(dapo, monkeypatch):
+    """verl's own would sample for ever."""
+    (first, second), metrics, store = step(dapo, monkeypatch, lambda n: False, batches=3, steps=2)
+    assert len(first) == len(second) == BATCH and not first & second
+    assert [each["dapo/bound_hit"] for each in metrics] == [1, 1]  # each step begins with the filter on
+    assert all(3 * BATCH <= each["dapo/sampled"] <= 4 * BATCH for each in metrics)
+    assert store.prompts == sum(each["dapo/sampled"] for each in metrics)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("batches", [0, -1])
+def test_a_bound_that_is_not_positive_is_none_as_in_verl(dapo, monkeypatch, batches):
+    (chosen,), (metrics,), _ = step(dapo, monkeypatch, lambda n: n % 8 == 0, batches)
+    assert len(chosen) == BATCH and all(int(name[1:]) % 8 == 0 for name in chosen)
+    assert metrics["dapo/bound_hit"] == 0 and metrics["dapo/sampled"] > 3 * BATCH
+
+
+def test_all_with_signal_samples_one_batch(dapo, monkeypatch):
+    _, (metrics,), store = step(dapo, monkeypatch, lambda n: True, batches=10)
+    assert store.prompts == BATCH
+    assert metrics == {"dapo/sampled": BATCH, "dapo/dropped": 0, "dapo/surplus": 0, "dapo/bound_hit": 0}

@@ -38,7 +38,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine  # noqa: E402
 
 from tests.exact_kl import gradients  # noqa: E402
 from tests.verl_061_keep_best import trainings  # noqa: E402
-from verl_tasks.verl_plugins.verl_061 import on_policy, order, patches, response_length  # noqa: E402, F401
+from verl_tasks.verl_plugins.verl_061 import on_policy, order, patches  # noqa: E402
 
 PROMPT, RESPONSE, ROWS = 5, 6, 8
 
@@ -290,7 +290,7 @@ def server() -> ModuleType:
     vars(module).update(Any=Any, Optional=Optional, _qwen2_5_vl_dedup_image_tokens=lambda ids, processor: ids)
     exec(compile(ast.Module([base], []), str(path), "exec"), vars(module))
     sys.modules["server"] = module
-    response_length.end_at_response_length(module)
+    patches.end_at_response_length(module)
     return module
 
 

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.benchmarks.qwen import QWEN25_3B
-from tests.helpers import exported
+from tests.helpers import QWEN25_3B, exported
 from tests.results import metrics
 from tests.test_profiles import CONFIGS, PROFILES, hardware_of
 from verl_tasks.launch import memory_checks

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from tests.benchmarks.qwen import QWEN25_3B
+from tests.helpers import QWEN25_3B
 from verl_tasks.models.find import resolve_model
 
 COMMON = {"max_position_embeddings": 32768, "tie_word_embeddings": False, "num_key_value_heads": 8}

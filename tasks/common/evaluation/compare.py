@@ -17,11 +17,6 @@ LABELS = ("base", "warm-up", "trained")
 SHOWN = 20  # gained and lost prompts in the Markdown report; the JSON has all
 
 
-def labels_of(models: dict) -> list[str]:
-    """The existing ones of base, warm-up and trained, in that order."""
-    return [label for label in LABELS if label in models]
-
-
 def shown_responses(rollouts: list[Rollout]) -> dict[int, Rollout]:
     """The response that represents each prompt: the greedy one, else the first sample."""
     mode = GREEDY if any(r.mode == GREEDY for r in rollouts) else SAMPLED
@@ -67,7 +62,7 @@ def prompt_text(rollout: Rollout) -> str:
 
 def markdown(task: str, found: dict, changes: dict[str, Difference], texts: dict[int, str]) -> str:
     """compare.md."""
-    summaries = {label: found[label] for label in labels_of(found)}
+    summaries = {label: found[label] for label in LABELS if label in found}
     pair = f"trained - {found['against']}"
     parts = [
         f"# {task}: {', '.join(summaries)}",

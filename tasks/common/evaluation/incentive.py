@@ -32,11 +32,6 @@ class Guess:
     right: float
     response: str
 
-    @property
-    def thoughtless(self) -> bool:
-        """Whether it says its answer at once."""
-        return not THINKING.search(self.response)
-
 
 def with_numbers(text: str, other: str, own: str) -> str | None:
     """``text``, which answers the prompt ``other``, with the numbers of the prompt ``own`` in their places. None where
@@ -113,7 +108,7 @@ def told(s: Settings, rows: list[Row], reward: Guarded, seconds: float = SECONDS
 
     def tempting(guess: Guess) -> float:
         """What it earns beside right answers; with them where it leaves out the demonstrations' thought."""
-        in_place_of_thought = known and thinks and guess.thoughtless
+        in_place_of_thought = known and thinks and not THINKING.search(guess.response)
         return guess.score - low - (0.0 if in_place_of_thought else guess.right * (high - low))
 
     most = max(found, key=tempting)

@@ -4,7 +4,7 @@ SFT on right samples is rejection sampling (RFT; Yuan et al. 2023, arXiv 2308.01
 of several samples is that of best-vs-worst DPO (e.g. Yuan et al. 2024, arXiv 2401.10020).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,16 +30,6 @@ from verl_tasks.settings import Settings, SettingsError, artifacts
 MOST_ACCEPTED = 4  # responses per prompt, so that easy prompts do not crowd out the others
 
 
-@dataclass(frozen=True)
-class Pairs:
-    """``examples`` have ``{"chosen", "rejected"}`` as their ground_truth. ``ties``: prompts whose responses all scored
-    the same; ``unscored``: prompts with fewer than two different scored responses."""
-
-    examples: list[Example]
-    ties: int
-    unscored: int
-
-
 def scored_by_prompt(rollouts: list[Rollout]) -> list[list[Rollout]]:
     """Of each prompt, in order, the sampled responses that have a reward, each text once."""
     prompts: dict[int, dict[str, Rollout]] = {}
@@ -50,9 +40,11 @@ def scored_by_prompt(rollouts: list[Rollout]) -> list[list[Rollout]]:
     return [list(texts.values()) for texts in prompts.values()]
 
 
-def best_against_worst(rollouts: list[Rollout]) -> Pairs:
-    """For each prompt the response with the highest score against the one with the lowest; ties are dropped. The better
-    one must have ended by itself. The worse one may be truncated; ``truncated`` then says so."""
+def best_against_worst(rollouts: list[Rollout]) -> tuple[list[Example], int, int]:
+    """For each prompt the response with the highest score against the one with the lowest, ``{"chosen", "rejected"}``
+    as ground_truth; and the numbers of prompts left out: those whose responses all scored the same, and those with
+    fewer than two different scored ones. The better one must have ended by itself. The worse one may be truncated;
+    ``truncated`` then says so."""
     groups, examples = scored_by_prompt(rollouts), []
     several = [group for group in groups if len(group) > 1]
     for group in several:
@@ -61,7 +53,7 @@ def best_against_worst(rollouts: list[Rollout]) -> Pairs:
         if best and _score(best) > _score(worst):
             cut = ["rejected"] if worst.finish_reason != "stop" else []
             examples.append(_example(best, {"chosen": _text(best), "rejected": _text(worst), "truncated": cut}))
-    return Pairs(examples, len(several) - len(examples), len(groups) - len(several))
+    return examples, len(several) - len(examples), len(groups) - len(several)
 
 
 def right_responses(rollouts: list[Rollout]) -> list[Example]:
@@ -95,17 +87,17 @@ def write_pairs(s: Settings, scoring: Scoring, model: str, out: str, number: str
     if s.ROLLOUT_N < 2:
         raise SettingsError(f"ROLLOUT_N={s.ROLLOUT_N}: pairs of own samples need at least 2 samples per prompt")
     rollouts = _samples(s, scoring, model, Path(out), s.TRAIN_SEED, int(number))
-    found = best_against_worst(rollouts)
-    counts = f"{len({r.index for r in rollouts})} prompts, {len(found.examples)} pairs of the best and the worst of "
-    counts += f"{s.ROLLOUT_N} samples, {found.ties} ties dropped"
-    counts += f", {found.unscored} with fewer than two different scored samples" if found.unscored else ""
-    if not found.examples:
+    found, ties, unscored = best_against_worst(rollouts)
+    counts = f"{len({r.index for r in rollouts})} prompts, {len(found)} pairs of the best and the worst of "
+    counts += f"{s.ROLLOUT_N} samples, {ties} ties dropped"
+    counts += f", {unscored} with fewer than two different scored samples" if unscored else ""
+    if not found:
         raise DataError(
             f"{model}: no pair in its own samples ({counts}); raise SAMPLED_PROMPTS, ROLLOUT_N or MAX_RESPONSE_LENGTH, "
             "take easier data, or give PAIRS_FILE"
         )
-    schema = dpo_schema(any(map(needs_tools, found.examples)), truncated=True)
-    write_parquet(map(dpo_row, found.examples), Path(out), schema)
+    schema = dpo_schema(any(map(needs_tools, found)), truncated=True)
+    write_parquet(map(dpo_row, found), Path(out), schema)
     print(f"  {counts}: {out}")
     return report_errors(rollouts)
 

@@ -71,7 +71,7 @@ def parts(changes: dict[str, Difference] | None) -> str:
 
 
 def answers(summaries: dict[str, dict]) -> str:
-    """What became of each model's samples, in one line. Empty for summaries of an older version."""
+    """What became of each model's samples, in one line. Empty for a stage's own metrics."""
     texts = []
     for label, summary in summaries.items():
         values = [summary["metrics"].get(name, {}).get("value") for name in ("pass@1", "wrong", "unreadable")]

@@ -17,9 +17,8 @@ import verl_tasks.verl_plugins.whitened
 import verl_tasks.verl_plugins.zero_advantage  # noqa: F401
 from verl_tasks.machine.local_store import listen_locally
 from verl_tasks.process import die_with_torchrun
+from verl_tasks.verl_plugins.built import seeded, without_attention
 from verl_tasks.verl_plugins.expect import expect
-from verl_tasks.verl_plugins.exported import without_attention
-from verl_tasks.verl_plugins.seeded import seeded
 
 die_with_torchrun()
 listen_locally()
