@@ -339,6 +339,15 @@ def test_verl_resumes_from_the_last_whole_checkpoint(tmp_path, said):
     assert [*whole_steps(tmp_path)] == [2, 4]
 
 
+def test_shards_of_one_and_of_two_gpus_make_no_checkpoint(tmp_path):
+    """Rank 0 of one launch and rank 1 of another are no two halves."""
+    write_checkpoint(folder := tmp_path / "checkpoints/global_step_2", ranks=2)
+    assert [*whole_steps(tmp_path)] == [2]
+    for file in folder.glob("actor/*_world_size_2_rank_0.pt"):
+        file.rename(file.with_name(file.name.replace("size_2", "size_1")))
+    assert not [*whole_steps(tmp_path)]
+
+
 def test_verl_starts_anew_where_no_checkpoint_is_whole(tmp_path):
     from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 

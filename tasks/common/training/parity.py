@@ -29,7 +29,7 @@ from verl_tasks.text import one_line
 PROGRAM = "verl_tasks.verl_plugins.parity"
 SECONDS = 300  # it takes 20
 SOURCES = ("verl_plugins/parity.py", "verl_plugins/head.py", "models/small.py", "verl_plugins/varlen_attention.py")
-SOURCES += ("verl_plugins/interpreted.py",)
+SOURCES += ("verl_plugins/interpreted.py", "verl_plugins/reference_attention.py")
 PACKAGES = ("verl", "transformers", "torch", "triton", "liger-kernel")
 # On a CPU, whatever stack is played.
 MODULES = "verl_tasks.verl_plugins.cpu.verl_platform,verl_tasks.verl_plugins.patches"
