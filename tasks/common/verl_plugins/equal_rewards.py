@@ -1,8 +1,8 @@
 """Groups whose rewards are all the same: their advantages are exactly 0.
 
-verl takes the mean of float32 rewards, which of eight times 0.8 is not 0.8, and divides what rounding leaves by rounding
-(the standard deviation) + 1e-6: each response has -0.056, of 0.1 -0.007. Where no group teaches, Adam makes a whole step
-of that, and no health rule sees it. Both versions' patches.py load this in every verl process.
+verl takes the mean of float32 rewards, which of eight times 0.8 is not 0.8, and divides what rounding leaves by a
+standard deviation no larger + 1e-6: each response has -0.056, of 0.1 -0.007. Where no group teaches, Adam makes a
+whole step of that, and no health rule sees it. Both versions' patches.py load this in every verl process.
 """
 
 import functools
