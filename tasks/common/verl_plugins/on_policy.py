@@ -91,10 +91,10 @@ def weighed(log_probs: torch.Tensor, data: TensorDict, cap: float | str) -> tupl
     return response_to_nested(weights, data["response_mask"]), metrics
 
 
-def part(mean: float, data: TensorDict) -> Metric:
-    """What the ``mean`` over the tokens of a micro-batch is of the mean over all tokens of the batch."""
-    counts = data["response_mask"].values().sum().item() / data["batch_num_tokens"] * data["dp_size"]
-    return Metric(AggregationType.SUM, mean * counts)
+def parts(means: dict[str, float], data: TensorDict) -> dict[str, Metric]:
+    """What the ``means`` over the tokens of a micro-batch are of those over all tokens of the batch."""
+    share = data["response_mask"].values().sum().item() / data["batch_num_tokens"] * data["dp_size"]
+    return {name: Metric(AggregationType.SUM, mean * share) for name, mean in means.items()}
 
 
 def of_the_batch(metrics: dict, data: TensorDict, cap: float | str) -> dict:
@@ -103,7 +103,7 @@ def of_the_batch(metrics: dict, data: TensorDict, cap: float | str) -> dict:
     Without a token the part is 0: verl wants as many parts from every GPU. ``cap``: 0 without importance weights.
     """
     names = [name for name in OVER_TOKENS if cap or "rollout_is" not in name]
-    return metrics | {name: part(metrics.get(name, 0.0), data) for name in names}
+    return metrics | parts({name: metrics.get(name, 0.0) for name in names}, data)
 
 
 _ppo_loss, _value_loss = engine_workers.ppo_loss, losses.value_loss
@@ -125,7 +125,7 @@ def _of_tokens(config, model_output: dict, data: TensorDict, dp_group) -> tuple[
     """verl's loss; its metrics of the KL and the ratios are means over tokens, whatever the loss's mode and the
     micro-batches: zero_advantage.py makes these by the advantage, on which clipping depends."""
     loss, metrics = _ppo_loss(config, model_output, data, dp_group)
-    metrics |= {name: part(metrics[name].aggregate(), data) for name in OF_RATIOS if name in metrics}
+    metrics |= parts({name: metrics[name].aggregate() for name in OF_RATIOS if name in metrics}, data)
     if config.use_kl_loss:
         batch = data.select("response_mask", "ref_log_prob").to_padded_tensor()
         log_probs = no_padding_2_padding(model_output["log_probs"].detach(), data)
