@@ -71,6 +71,10 @@ def test_the_kl_as_a_loss_has_the_gradient_of_the_kl(result):
     assert biased != pytest.approx(exact, abs=0.01) and difference < 1e-12
 
 
+def test_equal_rewards_teach_nothing(result):
+    assert result["equal rewards"] == [False, False]
+
+
 def test_the_pass_is_made_where_something_wants_it(result):
     assert result["pass"] == [True] * 8
 

@@ -124,3 +124,28 @@ def test_advantages_and_loss_are_those_of_the_papers(method, made, monkeypatch):
     wanted, wanted_loss = references(method, made)
     assert np.abs(advantages - wanted).max() < 1e-5 and np.abs(wanted).max() > 0.1
     assert loss == pytest.approx(wanted_loss, rel=1e-4) and abs(loss) > 1e-3
+
+
+@pytest.mark.parametrize("method", ["grpo", "dr_grpo", "rloo"])
+@pytest.mark.parametrize("n", [7, 8])
+def test_equal_rewards_teach_nothing(method, n, monkeypatch):
+    """Also where the mean of their float32 is another number than each; a group of others keeps its advantages."""
+    from verl.trainer.ppo import core_algos
+
+    import verl_tasks.verl_plugins.patches  # noqa: F401
+
+    name = {"dr_grpo": "grpo"}.get(method, method)
+    options = {"norm_adv_by_std_in_grpo": False} if method == "dr_grpo" else {}
+    estimate = core_algos.get_adv_estimator_fn(name)
+    verls_own, rounded = estimate.__wrapped__, 0
+    assert core_algos.compute_grpo_outcome_advantage is core_algos.get_adv_estimator_fn("grpo")  # verl calls both
+    for reward in torch.arange(1, 10) / 10:
+        rewards, mask = torch.zeros(2 * n + 1, 3), torch.ones(2 * n + 1, 3)
+        rewards[:n, 1], rewards[n : 2 * n, 2] = reward, torch.arange(n) / 10
+        rewards[-1, 0] = 0.3  # a group of one
+        prompts = np.array(["equal"] * n + ["other"] * n + ["alone"], dtype=object)
+        before, _ = verls_own(rewards, mask, index=prompts, **options)
+        after, _ = estimate(rewards, mask, index=prompts, **options)
+        assert not after[:n].any() and torch.equal(after[n:], before[n:]) and after[n:].abs().max() > 0.2
+        rounded += bool(before[:n].any())
+    assert rounded

@@ -40,6 +40,16 @@ def test_the_update_is_that_of_all_responses(way, found):
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_how_many_tokens_are_clipped_is_told_of_all_responses(way, found):
+    """Of old log-probs that differ from the present ones: a response without an advantage has none that is clipped."""
+    for each in (process[f"{way}, ratios"] for process in found):
+        every, some = each["metrics"]
+        assert each["off"] < 1e-5 * each["size"]
+        assert min(every["actor/pg_clipfrac"], every["actor/ppo_kl"]) > 0.01
+        assert some == pytest.approx(every, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_only_responses_with_an_advantage_have_a_gradient(way, found):
     """Of the first process rows 0, 1, 4, 5 and the masked 6 have none, of the second 0, 1 and 6: as many of each."""
     trained = [process[way]["trained"] for process in found]

@@ -370,6 +370,10 @@ def main() -> None:
             kind: [tensor.tolist() for tensor in gradients(core_algos.kl_penalty, kind)]
             for kind in ("low_var_kl", "low_var_kl+")
         },
+        "equal rewards": [
+            bool(estimate(torch.full((8, 1), 0.8), torch.ones(8, 1), index=["prompt"] * 8)[0].any())
+            for estimate in (core_algos.compute_grpo_outcome_advantage, core_algos.get_adv_estimator_fn("rloo"))
+        ],
         "pass": [
             trainer(**changes).actor_rollout_wg.compute_log_prob(batch()) == "verl's pass" for changes in made_with
         ],

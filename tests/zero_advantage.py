@@ -46,10 +46,11 @@ def batch(rank: int, advantages: tuple[float, ...], path: dict, **options) -> Te
         "loss_mask": [torch.cat([torch.zeros(len(p)), m]) for p, m in zip(prompts, masks, strict=True)],
         "advantages": [torch.full((len(r),), float(a)) for r, a in zip(responses, advantages, strict=True)],
         "rollout_log_probs": [-torch.rand(len(r), generator=generator) for r in responses],
+        "old_log_probs": [-4 * torch.rand(len(r), generator=generator) - 1 for r in responses],  # but for ON_POLICY
     }
     for name, values in more.items():
         data[name] = nested(values)
-    options |= {"global_batch_size": len(rows) * dist.get_world_size(), one_update.ON_POLICY: True, one_update.CAP: 2.0}
+    options |= {"global_batch_size": len(rows) * dist.get_world_size(), one_update.CAP: 2.0}
     tensordict_utils.assign_non_tensor(data, **options)
     return data
 
@@ -78,9 +79,8 @@ def updated(made, data: TensorDict) -> dict:
     return {
         "trained": sorted(named[tuple(row)] for row in trained),
         "gradients": torch.cat(gradients),
-        "metrics": {
-            name: float(value.aggregate()) for name, value in sums.items()
-        },  # verl takes means of others over micro-batches,
+        # verl takes means of the others over micro-batches.
+        "metrics": {name: float(value.aggregate()) for name, value in sums.items()},
     }
 
 
@@ -93,10 +93,12 @@ def compared(folder: Path) -> Iterator[tuple[str, dict]]:
     }
     for way, (kind, path, options) in ways.items():
         made = parity.engine(kind, folder, path)
-        cases = {"": ADVANTAGES[rank], ", none": (0,) * len(PROMPTS)}
-        for case, advantages in cases.items():
+        own = ADVANTAGES[rank]
+        cases = {"": (own, True), ", ratios": (own, False), ", none": ((0,) * len(PROMPTS), True)}
+        for case, (advantages, single) in cases.items():
+            given = options | {one_update.ON_POLICY: single}
             every, some = (
-                updated(made, batch(rank, advantages, path, **options, **{zero_advantage.ALLOWED: allowed}))
+                updated(made, batch(rank, advantages, path, **given, **{zero_advantage.ALLOWED: allowed}))
                 for allowed in (False, True)
             )
             size = float(every["gradients"].norm())

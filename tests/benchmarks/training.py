@@ -5,7 +5,8 @@
 Each trains the same model on the same prompts, TRAIN_BATCH_SIZE x ROLLOUT_N rollouts a step, with the same method,
 one after the other on the same GPUs. The first step of each is left out (compilation); of the others the median.
 
-- ours: what STACK and the task's train.sh set
+- ours: what STACK and the task's train.sh set. verl's MFU also counts the backward that responses without an advantage
+  do not have here (verl_plugins/zero_advantage.py)
 - example: verl's examples/grpo_trainer/run_qwen3_8b_fsdp.sh (0.9.1) or run_qwen3-8b.sh (0.6.1), with verl's own trainer
   and agent loop. The first one's flash_attention_2 is not there for torch 2.11: it is given our attention, so that
   padding is left out as it wants. The second runs with flash-attn, as it is meant to; its 32 sequences a pass

@@ -31,6 +31,7 @@ MEASURED = ("training/", CORRECTION)  # metrics that verl takes from the pass
 OVER_TOKENS = [CORRECTION + name for name in ("kl", "k3_kl", "chi2_token", "rollout_is_mean")]
 OVER_TOKENS += [f"{CORRECTION}rollout_is_ratio_fraction_{end}" for end in ("high", "low")]
 OVER_TOKENS += ["training/rollout_probs_diff_mean"]
+OF_RATIOS = ("actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl")  # the same, of the policy's loss
 
 expect(
     engine_workers.ppo_loss,
@@ -90,14 +91,19 @@ def weighed(log_probs: torch.Tensor, data: TensorDict, cap: float | str) -> tupl
     return response_to_nested(weights, data["response_mask"]), metrics
 
 
+def parts(means: dict[str, float], data: TensorDict) -> dict[str, Metric]:
+    """What the ``means`` over the tokens of a micro-batch are of those over all tokens of the batch."""
+    share = data["response_mask"].values().sum().item() / data["batch_num_tokens"] * data["dp_size"]
+    return {name: Metric(AggregationType.SUM, mean * share) for name, mean in means.items()}
+
+
 def of_the_batch(metrics: dict, data: TensorDict, cap: float | str) -> dict:
     """``metrics`` of a micro-batch; OVER_TOKENS become its part of the mean over all tokens of the batch.
 
     Without a token the part is 0: verl wants as many parts from every GPU. ``cap``: 0 without importance weights.
     """
-    counts = data["response_mask"].values().sum().item() / data["batch_num_tokens"] * data["dp_size"]
     names = [name for name in OVER_TOKENS if cap or "rollout_is" not in name]
-    return metrics | {name: Metric(AggregationType.SUM, metrics.get(name, 0.0) * counts) for name in names}
+    return metrics | parts({name: metrics.get(name, 0.0) for name in names}, data)
 
 
 _ppo_loss, _value_loss = engine_workers.ppo_loss, losses.value_loss
@@ -115,9 +121,11 @@ def value_loss(config, model_output: dict, data: TensorDict, dp_group=None):
     return _value_loss(config, model_output, data, dp_group)
 
 
-def _with_kl_of_a_token(config, model_output: dict, data: TensorDict, dp_group) -> tuple[torch.Tensor, dict]:
-    """verl's loss; its metric of the KL is nats a token, whatever the loss's mode."""
+def _of_tokens(config, model_output: dict, data: TensorDict, dp_group) -> tuple[torch.Tensor, dict]:
+    """verl's loss; its metrics of the KL and the ratios are means over tokens, whatever the loss's mode and the
+    micro-batches: zero_advantage.py makes these by the advantage, on which clipping depends."""
     loss, metrics = _ppo_loss(config, model_output, data, dp_group)
+    metrics |= parts({name: metrics[name].aggregate() for name in OF_RATIOS if name in metrics}, data)
     if config.use_kl_loss:
         batch = data.select("response_mask", "ref_log_prob").to_padded_tensor()
         log_probs = no_padding_2_padding(model_output["log_probs"].detach(), data)
@@ -131,7 +139,7 @@ def ppo_loss(config, model_output: dict, data: TensorDict, dp_group=None):
     """verl's loss (workers/utils/losses.py); in an ON_POLICY batch the model's own log-probs are the old ones."""
     without_a_token(data)
     if not tensordict_utils.get_non_tensor_data(data=data, key=ON_POLICY, default=False):
-        return _with_kl_of_a_token(config, model_output, data, dp_group)
+        return _of_tokens(config, model_output, data, dp_group)
     nested, entropy = model_output["log_probs"].detach(), model_output["entropy"].detach()
     log_probs, entropy = (no_padding_2_padding(values, data) for values in (nested, entropy))
     data["old_log_probs"] = response_from_nested(nested, data["response_mask"])
@@ -140,7 +148,7 @@ def ppo_loss(config, model_output: dict, data: TensorDict, dp_group=None):
         data["rollout_is_weights"], found = weighed(log_probs, data, cap)
     if config.entropy_coeff == 0:  # verl would take its gradient, times 0
         model_output = {name: value for name, value in model_output.items() if name != "entropy"}
-    loss, metrics = _with_kl_of_a_token(config, model_output, data, dp_group)
+    loss, metrics = _of_tokens(config, model_output, data, dp_group)
     found |= measured(config, log_probs, entropy, data)
     return loss, metrics | of_the_batch(found, data, cap)
 

@@ -8,6 +8,7 @@ from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.rollout import base as rollout_base
 
 import verl_tasks.verl_plugins.distilled
+import verl_tasks.verl_plugins.equal_rewards
 import verl_tasks.verl_plugins.head
 import verl_tasks.verl_plugins.nested
 import verl_tasks.verl_plugins.own_code

@@ -65,14 +65,12 @@ def prepare_micro_batches(data: TensorDict, dp_group=None, **how):
     without = rows_without(data, dp_group)
     if not without:
         return _prepare_micro_batches(data, dp_group, **how)
-    made, indices = [], []
+    made = []
     for rows, without_gradient in ((without, True), (sorted({*range(len(data))} - {*without}), False)):
         part = tensordict_utils.index_select_tensor_dict(data, rows)
         tensordict_utils.assign_non_tensor(part, without_gradient=without_gradient)
-        batches, chosen = _prepare_micro_batches(part, dp_group, **how)
-        made += batches
-        indices += [[rows[place] for place in each] for each in chosen or []]
-    return made, indices or None
+        made += _prepare_micro_batches(part, dp_group, **how)[0]
+    return made, None  # rows by place: of outputs, and an update keeps none
 
 
 def forward_step(self, micro_batch: TensorDict, loss_function, forward_only):

@@ -21,6 +21,7 @@ from verl.workers import fsdp_workers
 from verl.workers.config import model as config_model
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
+import verl_tasks.verl_plugins.equal_rewards
 import verl_tasks.verl_plugins.verl_061.keep_best
 import verl_tasks.verl_plugins.verl_061.losses
 import verl_tasks.verl_plugins.verl_061.on_policy
