@@ -302,12 +302,14 @@ def test_a_program_that_hangs_is_ended_with_all_that_it_started(small_tokenizer,
     import subprocess, time
     subprocess.Popen(["sleep", "1234"])
     ask(messages)
+    print("sleeps")
     time.sleep(1234)
     """
     before = time.monotonic()
     episode, _ = episode_of(small_tokenizer, made(body), "5", limits=replace(LIMITS, step_seconds=5))
     assert episode.ended == "step_timeout" and time.monotonic() - before < 20
     until_gone("1234")
+    assert log_of().endswith("sleeps\n")
     assert len(next(iter(program._STARTED.values())).inboxes) == 1  # no key is left but the starter's
 
 
@@ -521,6 +523,7 @@ def test_a_program_that_asks_for_nothing_is_done_before_the_answers(made):
     [
         ("raise KeyError('my own')", r"failed with exit code 1: KeyError: 'my own' \(agent\.py:\d+, in main\)"),
         ("json.loads('no')", r"1: json\.decoder\.JSONDecodeError: .* \(agent\.py:\d+, in main\)"),
+        ("print('tried'); raise KeyError('my own')", r"1: KeyError: 'my own' \(agent\.py:\d+, in main\)"),
         ("print('bye'); raise SystemExit(3)", "failed with exit code 3: bye"),
         ("print('bye')", "score.json, which is not in its working folder; the last that it printed: bye"),
         ("end('1')", 'score.json, which has \'{"score": "1"}\'; the last that it printed: no output'),

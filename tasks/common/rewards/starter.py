@@ -55,6 +55,7 @@ def run(request: dict, loaded: str) -> None:
         except OSError as error:
             raise SystemExit(f"{request['command'][0]}: {error.strerror}") from None
     sys.argv = [loaded]
+    sys.stdout.reconfigure(line_buffering=True)  # what it printed stands before its traceback, and is there if it is killed
     runpy.run_path(loaded, run_name="__main__")
 
 
