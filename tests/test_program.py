@@ -474,6 +474,14 @@ if __name__ == "__main__":
     assert log_of().count("kept") == 3  # the import, and each program
 
 
+@pytest.mark.parametrize("own", ["io.StringIO()", "io.TextIOWrapper(sys.stdout.detach())"])
+def test_a_program_whose_import_replaces_standard_output_plays(small_tokenizer, tmp_path, own):
+    score = "if __name__ == '__main__':\n    print('5', file=open('score.json', 'w'))\n"
+    (tmp_path / "agent.py").write_text(f"import io, sys\nsys.stdout = {own}\n{score}")
+    episode, _ = episode_of(small_tokenizer, environment_of(tmp_path / "agent.py"))
+    assert (episode.reward, episode.ended) == (5.0, "stop"), log_of()
+
+
 def test_what_is_nested_too_deep_is_refused_and_the_episode_goes_on(small_tokenizer, made):
     body = """
     import openai

@@ -55,7 +55,9 @@ def run(request: dict, loaded: str) -> None:
         except OSError as error:
             raise SystemExit(f"{request['command'][0]}: {error.strerror}") from None
     sys.argv = [loaded]
-    sys.stdout.reconfigure(line_buffering=True)  # what it printed stands before its traceback, and is there if it is killed
+    with contextlib.suppress(AttributeError, ValueError):  # an import may have replaced it
+        # What it printed stands before its traceback, and is there if it is killed.
+        sys.stdout.reconfigure(line_buffering=True)
     runpy.run_path(loaded, run_name="__main__")
 
 
