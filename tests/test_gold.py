@@ -360,7 +360,7 @@ def test_demonstrations_are_played_under_the_tasks_limits(folder, small_model):
     long = {"MAX_PROMPT_LENGTH": "4096", "MAX_TURN_LENGTH": "512", "MAX_RESPONSE_LENGTH": "4096"}  # a byte is a token
     s = settings("calculator", **EPISODES, MODEL=str(small_model), MAX_TURNS="4", **long)
     manifest = prepare(s, {"toy": stock})
-    said = "15 of 45 demonstrations cannot be played to their end: they need 15 more than MAX_TURNS=4; set MAX_TURNS=5"
+    said = "15 of 45 demonstrations cannot be played to their end: 15 need more than MAX_TURNS=4; set MAX_TURNS=5"
     assert manifest["gold"]["right"] == 45 and said in describe(manifest, s) and gold.failed(manifest, s)
     assert not gold.failed(manifest, replace(s, MAX_TURNS=5)) and "cannot" not in describe(
         manifest, replace(s, MAX_TURNS=5)

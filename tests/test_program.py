@@ -22,13 +22,13 @@ import psutil
 import pytest
 
 from tests import fake_docker
-from tests.helpers import refused
+from tests.helpers import refused, until
 from verl_tasks.data import gold
 from verl_tasks.evaluation.rollouts import in_turn
 from verl_tasks.models.chat_template import answer_ids, prompt_ids
 from verl_tasks.rewards import completions, container, program
 from verl_tasks.rewards.answers import RewardError
-from verl_tasks.rewards.environment import replayed
+from verl_tasks.rewards.environment import Turn, replayed
 from verl_tasks.rewards.episode import Limits, Sampled, play
 from verl_tasks.rewards.program import environment_of
 from verl_tasks.rewards.tool_calls import render_calls
@@ -256,7 +256,18 @@ def test_what_is_not_served_is_refused_in_one_line_and_the_episode_goes_on(small
     [
         ("ask(messages); raise KeyError('my own')", "failed", -1.0, "KeyError: 'my own'"),
         ("print('here'); ask(messages)", "failed", -1.0, "here"),  # no score
-        ("ask(messages); end(float('nan'))", "failed", -1.0, "exit code 0"),
+        ("ask(messages); end(float('nan'))", "failed", -1.0, "score.json, which has '{\"score\": NaN}'; the last"),
+        ("end('0.5')", "failed", -1.0, 'which has \'{"score": "0.5"}\''),
+        ("end({'score': 1})", "failed", -1.0, 'which has \'{"score": {"score": 1}}\''),
+        ("end(0.2); end(0.75)", "stop", 0.75, "exit code 0"),
+        ("end(0.2); open('score.json', 'a').write('0.75')", "failed", -1.0, "0.2}0.75'"),
+        (
+            "json.dump({'score': 1, 'trace': 'x' * 5000}, open('score.json', 'w'))",
+            "failed",
+            -1.0,
+            "more than 4096 bytes",
+        ),
+        ("import os; os.mkdir('a'); os.chdir('a'); end(1)", "failed", -1.0, "which is not in its working folder"),
         ("ask(messages); end(1); raise SystemExit(3)", "failed", -1.0, "exit code 3"),
         ("raise SystemExit('no model')", "failed", -1.0, "no model"),  # before its first turn
         ("end(0.25)", "stop", 0.25, "0 turns"),
@@ -291,13 +302,106 @@ def test_a_program_that_hangs_is_ended_with_all_that_it_started(small_tokenizer,
     import subprocess, time
     subprocess.Popen(["sleep", "1234"])
     ask(messages)
+    print("sleeps")
     time.sleep(1234)
     """
     before = time.monotonic()
     episode, _ = episode_of(small_tokenizer, made(body), "5", limits=replace(LIMITS, step_seconds=5))
     assert episode.ended == "step_timeout" and time.monotonic() - before < 20
     until_gone("1234")
+    assert log_of().endswith("sleeps\n")
     assert len(next(iter(program._STARTED.values())).inboxes) == 1  # no key is left but the starter's
+
+
+def test_what_a_program_leaves_in_a_session_of_its_own_ends_with_it_and_no_other(small_tokenizer, made):
+    body = """
+    import os, subprocess, time
+    def daemon(word):  # an orphan at once
+        subprocess.run(["sh", "-c", f"setsid sleep {word} & echo $! > {word}"])
+        time.sleep(0.3)
+    daemon("1238")
+    said = ask(messages).message.content
+    os.kill(int(open("1238").read()), 0)  # while the program lives, whatever else ends
+    end(float(said == "5"))
+    """
+    environment = made(body)
+    long = environment()
+    long.reset(ROW)
+    assert long.step_turn(None).start
+    episode, _ = episode_of(small_tokenizer, environment, "5")
+    assert (episode.reward, episode.ended) == (1.0, "stop"), log_of()
+    long.step_turn(Turn("5"))
+    long.close()
+    until_gone("1238")
+    assert log_of().count("exit code 0") == 2
+
+
+def test_what_is_left_ends_with_the_starter(made, tmp_path):
+    environment = made("import subprocess, time; subprocess.Popen(['setsid', 'sleep', '1239']); ask(messages)")()
+    environment.reset(ROW)
+    environment.step_turn(None)
+    assert any("1239" in (p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"]))
+    environment.live.endpoint.starter.stdin.close()
+    until_gone("1239")
+    (endless := tmp_path / "endless.py").write_text("import os\nos.system('setsid sleep 1233 &')\nwhile True: pass\n")
+    starter = program._endpoint((endless,), sys.executable).starter
+    until(lambda: any("1233" in (p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])))
+    starter.stdin.close()
+    starter.wait(10)
+    until_gone("1233")
+
+
+GIVES_UP = """
+import asyncio, httpx, os, time
+url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+said = {"url": url + "/chat/completions", "headers": {"Authorization": "Bearer " + key}}
+said["json"] = {"model": "policy", "messages": messages}
+"""
+
+
+def slowly(tokenizer, environment, *texts: str, seconds: float):
+    """The episode of ``texts``, each of which takes ``seconds``."""
+    left = iter(texts)
+
+    async def sample(ids, most, stop=()):
+        await asyncio.sleep(seconds)
+        turn = answer_ids(tokenizer, next(left))
+        return Sampled(turn, [-1.0] * len(turn), True)
+
+    return asyncio.run(play(environment, ROW, tokenizer, sample, LIMITS))
+
+
+def test_a_client_that_asks_again_after_its_time_is_over_gets_the_answer_that_was_sampled(small_tokenizer, made):
+    body = f"""{GIVES_UP}
+for _ in range(9):
+    try:
+        messages.append(httpx.post(**said, timeout=1).json()["choices"][0]["message"])
+        break
+    except httpx.ReadTimeout:
+        pass
+messages.append({{"role": "user", "content": "Sure?"}})
+end(float([ask(messages).message.content, messages[2]["content"]] == ["yes", "5"]))
+"""
+    episode = slowly(small_tokenizer, made(body), "5", "yes", seconds=2.5)
+    assert (episode.reward, episode.turns, len(episode.sequences)) == (1.0, 2, 1), log_of()
+    assert "2 turns, 1 sequences, 2 requests that the program gave up before their answer" in log_of()
+
+
+def test_a_request_that_is_given_up_before_its_turn_is_not_sampled(small_tokenizer, made):
+    body = f"""{GIVES_UP}
+async def first():
+    async with httpx.AsyncClient(timeout=None) as client:
+        tasks = [asyncio.create_task(client.post(**said)) for _ in range(3)]
+        done, others = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for other in others:
+            other.cancel()
+        return done.pop().result().json()["choices"][0]["message"]["content"]
+answer = asyncio.run(first())
+end(float([answer, ask([messages[1]]).message.content] == ["5", "6"]))
+"""
+    episode = slowly(small_tokenizer, made(body), "5", "not read", "6", "7", seconds=1)
+    assert (episode.turns, len(episode.sequences)) == (3, 3), log_of()  # one of them was asked for at once
+    assert "3 turns, 3 sequences, 2 requests that the program gave up" in log_of()
 
 
 def test_limits_cut_an_episode_and_end_its_program(small_tokenizer, made):
@@ -370,6 +474,14 @@ if __name__ == "__main__":
     assert log_of().count("kept") == 3  # the import, and each program
 
 
+@pytest.mark.parametrize("own", ["io.StringIO()", "io.TextIOWrapper(sys.stdout.detach())"])
+def test_a_program_whose_import_replaces_standard_output_plays(small_tokenizer, tmp_path, own):
+    score = "if __name__ == '__main__':\n    print('5', file=open('score.json', 'w'))\n"
+    (tmp_path / "agent.py").write_text(f"import io, sys\nsys.stdout = {own}\n{score}")
+    episode, _ = episode_of(small_tokenizer, environment_of(tmp_path / "agent.py"))
+    assert (episode.reward, episode.ended) == (5.0, "stop"), log_of()
+
+
 def test_what_is_nested_too_deep_is_refused_and_the_episode_goes_on(small_tokenizer, made):
     body = """
     import openai
@@ -419,8 +531,10 @@ def test_a_program_that_asks_for_nothing_is_done_before_the_answers(made):
     [
         ("raise KeyError('my own')", r"failed with exit code 1: KeyError: 'my own' \(agent\.py:\d+, in main\)"),
         ("json.loads('no')", r"1: json\.decoder\.JSONDecodeError: .* \(agent\.py:\d+, in main\)"),
+        ("print('tried'); raise KeyError('my own')", r"1: KeyError: 'my own' \(agent\.py:\d+, in main\)"),
         ("print('bye'); raise SystemExit(3)", "failed with exit code 3: bye"),
-        ("print('bye')", "without a number in score.json; the last that it printed: bye"),
+        ("print('bye')", "score.json, which is not in its working folder; the last that it printed: bye"),
+        ("end('1')", 'score.json, which has \'{"score": "1"}\'; the last that it printed: no output'),
     ],
 )
 def test_why_a_program_failed_is_said_where_answers_are_left(made, body, said):
@@ -430,6 +544,22 @@ def test_why_a_program_failed_is_said_where_answers_are_left(made, body, said):
     own = json.dumps(["5"])  # a demonstration after whose last message it fails
     with pytest.raises(RewardError, match=f"the program .*{said}$"):
         gold._episode(environment, None, {own}, "t", own, "", ROW)
+
+
+@pytest.mark.parametrize(
+    ("text", "command", "said"),
+    [
+        ("def main(:", (), r"failed with exit code 1: SyntaxError: invalid syntax \(agent\.py:1\)"),
+        ("", ("no-such-command",), "failed with exit code 1: no-such-command: No such file or directory"),
+        ("import time; time.sleep(99)", (), r"import of agent\.py has not ended: .* `if __name__ == \"__main__\":`"),
+    ],
+)
+def test_why_a_program_did_not_begin_is_said(tmp_path, monkeypatch, text, command, said):
+    monkeypatch.setattr("verl_tasks.rewards.environment.WITHOUT_MODEL", 3)
+    (tmp_path / "agent.py").write_text(text)
+    with pytest.raises(RewardError, match=said):
+        replayed(environment_of(*command, tmp_path / "agent.py"), ROW, ["5", "6"])
+    assert not command or command[0] in log_of()
 
 
 def test_a_program_that_hangs_without_a_model_is_no_score(made, monkeypatch):

@@ -223,6 +223,12 @@ def test_without_make_data_it_is_one_line():
     ("printed", "said"),
     [
         ("WARNING: slow\\nERROR: No matching distribution found for x\\nWARNING: old pip", "No matching distribution"),
+        (
+            "ERROR: Ignored the following versions: 1.0 Requires-Python >=3.99\nERROR: Could not find a version\n"
+            "ERROR: No matching distribution found for x",
+            f"Ignored the following versions: 1.0 Requires-Python >=3.99; this is Python {sys.version.split()[0]}",
+        ),
+        ("ERROR: Ignored the following versions: 1.0 Requires-Python >=3.99\nERROR: no space", "no space"),
         ("Killed", "Killed"),
         ("", "no output"),
     ],

@@ -9,7 +9,7 @@ from pathlib import Path
 from verl_tasks.places import PACKAGE, ROOT
 
 _TRACEBACK = "Traceback (most recent call last):"
-_FRAME = re.compile(r'^ +File "([^"\n]+)", line (\d+), in (\S+)', re.MULTILINE)
+_FRAME = re.compile(r'^ +File "([^"\n]+)", line (\d+)(?:, in (\S+))?$', re.MULTILINE)
 LOGGED = 5  # tracebacks that a process leaves in its log
 _logged = 0
 
@@ -49,7 +49,8 @@ def printed_place(text: str, folders: Iterable[Path]) -> str:
     for file, line, name in reversed(frames):
         path = Path(file)
         if any(path.is_relative_to(folder) for folder in folders) and "site-packages" not in path.parts:
-            return f"{path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name}:{line}, in {name}"
+            shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name
+            return f"{shown}:{line}{name and f', in {name}'}"  # a SyntaxError has no name
     return ""
 
 

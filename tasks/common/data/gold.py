@@ -221,11 +221,11 @@ def too_small(entry: dict, s: Settings) -> str:
     bounds = [getattr(s, name) for name in NEEDS]
     for place, (name, bound) in enumerate(zip(NEEDS, bounds, strict=True)):
         if more := sum(need[-1] for need in needs if need[place] > bound):
-            parts.append(f"{more} more than {name}={bound}")
+            parts.append(f"{more} need more than {name}={bound}")
             wanted.append(f"{name}={max(need[place] for need in needs)}")
     over = sum(need[-1] for need in needs if any(n > bound for n, bound in zip(need, bounds, strict=False)))
     total = sum(need[-1] for need in needs)
-    said = f"{over} of {total} demonstrations cannot be played to their end: they need {', '.join(parts)}"
+    said = f"{over} of {total} demonstrations cannot be played to their end: {', '.join(parts)}"
     return f"{said}; set {' '.join(wanted)}" if parts else ""
 
 

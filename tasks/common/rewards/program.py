@@ -12,10 +12,12 @@ import json
 import os
 import secrets
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -47,9 +49,11 @@ ENDED = None  # in an episode's inbox: the program has
 
 @dataclass
 class Call:
-    """A request that waits for the model: ``reply`` gets the Turn and the message made of it, or None at the end."""
+    """A request that waits for the model: ``reply`` gets the Turn and the message made of it, or None at the end.
+    ``given_up``: whether the program waits no more."""
 
     request: completions.Request
+    given_up: Callable[[], bool]
     reply: SimpleQueue = field(default_factory=SimpleQueue)
 
 
@@ -85,7 +89,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path != "/v1/chat/completions":
             return self._refuse(404, f"{self.path[:80]}: only chat completions are served")
         try:
-            call = Call(completions.read(body))
+            call = Call(completions.read(body), self._closed)
         except completions.Refused as error:
             return self._refuse(400, str(error))
         inbox.put(call)
@@ -96,6 +100,15 @@ class _Handler(BaseHTTPRequestHandler):
         if not call.request.stream:
             return self._send(200, whole)
         self._send(200, "".join(completions.chunks(whole, call.request.usage)), "text/event-stream")
+
+    def _closed(self) -> bool:
+        """Whether the program has closed the connection, as a client does whose time is over."""
+        try:
+            return not self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def _inbox(self) -> SimpleQueue | None:
         return self.server.inboxes.get(self.headers.get("Authorization", "").removeprefix("Bearer "))
@@ -144,6 +157,7 @@ class Endpoint:
         self.logs.mkdir(parents=True, exist_ok=True)
         self.log = self.logs / f"programs-{os.getpid()}.log"
         loaded = command[0] if not image and len(command) == 1 and command[0].endswith(".py") else ""
+        self.loading = bool(loaded)
         names = VARIABLES + (container.VARIABLES if image else ())
         self.environment = {name: os.environ[name] for name in names if name in os.environ}
         self.environment |= {"PYTHONPATH": PYTHON_PATH, "OPENAI_BASE_URL": self.address}
@@ -195,7 +209,8 @@ class Endpoint:
     def _read(self) -> None:
         for line in self.starter.stdout:
             reply = json.loads(line)
-            if live := self.live.get(reply["number"]):
+            self.loading = False
+            if live := self.live.get(reply["number"]):  # 0: the starter has loaded the program
                 live.code = reply["code"]
                 live.inbox.put(ENDED)
         for live in list(self.live.values()):
@@ -219,14 +234,27 @@ class Live:
 
     def problem(self) -> str:
         """Why there is no score: what a program of Python raised, and the line of its own file, else what it printed
-        last."""
+        last, and what its score.json has."""
+        if self.code is None and self.endpoint.loading:
+            file = Path(self.endpoint.command[0]).name
+            return f'the import of {file} has not ended: its work must stand under `if __name__ == "__main__":`'
         if self.code is None:
             return "the program has not ended"
         *_, last = ["no output", *filter(None, map(str.strip, self._printed().splitlines()))]
         place = errors.printed_place(self._printed(), self.endpoint.read) if self.code else ""
         if not self.code:
-            return f"the program ended without a number in score.json; the last that it printed: {one_line(last, 200)}"
+            without = f"the program ended without a number in score.json, {self._written()}"
+            return f"{without}; the last that it printed: {one_line(last, 200)}"
         return f"the program failed with exit code {self.code}: {one_line(last, 300)}{f' ({place})' if place else ''}"
+
+    def _written(self) -> str:
+        """What is in score.json."""
+        try:
+            written = _bytes(self.folder / "score.json", 0, MAX_SCORE + 1)
+        except OSError:
+            return "which is not in its working folder"
+        longer = f" in more than {MAX_SCORE} bytes" if len(written) > MAX_SCORE else ""
+        return f"which has {one_line(written.decode(errors='replace'), 100)!r}{longer}".replace(self.key, "(key)")
 
     def _printed(self) -> str:
         """The end of its output."""
@@ -292,21 +320,38 @@ def environment_of(*command: str | Path, python: str = sys.executable, failed: f
         def reset(self, row: dict) -> Start:
             self.live = _endpoint(command, python).start(row)
             self.histories: list[tuple[list, list]] = []  # of each sequence: its tools, its messages
+            self.unread: list[tuple[completions.Request, Turn, dict]] = []  # turns whose request was given up
             self.call, self.place, self.calls, self.index = None, 0, 0, row["extra_info"].get("index")
+            self.given_up, self.why = 0, ""
             return Start(decoded(row["prompt"]), tools_of(row) or [], of_program=True)
 
         def step_turn(self, turn: Turn | None) -> Step:
             """Answer the program with ``turn``; what it asks next, or its score."""
             malformed = self._answer(turn) if turn else False
             with contextlib.suppress(Empty):
-                if (call := self.live.inbox.get(timeout=self.patience)) is not ENDED:
-                    self.call, self.calls = call, self.calls + 1
-                    return self._asks(call.request, int(malformed))
+                while (call := self.live.inbox.get(timeout=self.patience)) is not ENDED:
+                    if call.given_up():
+                        self.given_up += 1
+                        call.reply.put(None)
+                    elif not self._answered_before(call):
+                        self.call, self.calls = call, self.calls + 1
+                        return self._asks(call.request, int(malformed))
             score = self.live.score()
             if score is None:
-                why = self.live.problem()
-                return Step(reward=failed, done=True, readable=False, broke=why, failed=int(malformed))
+                self.why = self.live.problem()
+                return Step(reward=failed, done=True, readable=False, broke=self.why, failed=int(malformed))
             return Step(reward=score, done=True, failed=int(malformed))
+
+        def _answered_before(self, call: Call) -> bool:
+            """Whether ``call`` repeats a request that was given up while the model answered it: this is the answer."""
+            for unread in self.unread:
+                request, turn, told = unread
+                asks, asked = ((each.messages, each.tools, each.asked) for each in (call.request, request))
+                if asks == asked:
+                    self.unread.remove(unread)
+                    call.reply.put((turn, told))
+                    return True
+            return False
 
         def _answer(self, turn: Turn) -> bool:
             if turn.refused:
@@ -317,6 +362,9 @@ def environment_of(*command: str | Path, python: str = sys.executable, failed: f
             told, malformed = completions.answer(turn, self.call.request)
             tools, messages = self.histories[self.place]
             self.histories[self.place] = tools, [*messages, completions.message(**told)]
+            if self.call.given_up():
+                self.given_up += 1
+                self.unread.append((self.call.request, turn, told))
             self.call.reply.put((turn, told))
             self.call = None
             return malformed
@@ -337,6 +385,10 @@ def environment_of(*command: str | Path, python: str = sys.executable, failed: f
             if self.call:
                 self.call.reply.put(None)
             code = "was ended" if self.live.code is None else f"exit code {self.live.code}"
-            self.live.close(f"row {self.index}: {code}, {self.calls} turns, {len(self.histories)} sequences")
+            told = f"row {self.index}: {code}, {self.calls} turns, {len(self.histories)} sequences"
+            if self.given_up:  # of a client with a time limit
+                told += f", {self.given_up} requests that the program gave up before their answer"
+            why = self.live.problem() if self.live.endpoint.loading else self.why
+            self.live.close(f"{told}; {why}" if why else told)
 
     return OfProgram

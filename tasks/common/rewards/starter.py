@@ -3,13 +3,15 @@
 It runs alone (rewards/program.py), with the standard library: its Python may be another one than ours. A Python program
 is loaded once, and forked for each episode: its imports take longer than many an episode. All programs end with it, and
 it ends with its standard input, and removes their folders. Arguments: that program's file, or empty; a folder to remove
-too, or empty.
+too, or empty: then no program has a container.
 """
 
 import asyncio
 import contextlib
+import ctypes
 import functools
 import gc
+import glob
 import json
 import os
 import resource
@@ -18,11 +20,13 @@ import select
 import shutil
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 
 FILE_BYTES = 2**30  # of a file that a program writes, its log too
 SECONDS = 30  # for the endpoint's answer to the starter
+LOOK_MS = 50  # between two looks at who started us, during the import
 TOOL = {"type": "function", "function": {"name": "tool", "description": "", "parameters": {"type": "object"}}}
 
 
@@ -43,9 +47,17 @@ def run(request: dict, loaded: str) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.closerange(3, 256)
+    if not request["ends"]:
+        adopt()
     if not loaded:
-        os.execvp(request["command"][0], request["command"])
+        try:
+            os.execvp(request["command"][0], request["command"])
+        except OSError as error:
+            raise SystemExit(f"{request['command'][0]}: {error.strerror}") from None
     sys.argv = [loaded]
+    with contextlib.suppress(AttributeError, ValueError):  # an import may have replaced it
+        # What it printed stands before its traceback, and is there if it is killed.
+        sys.stdout.reconfigure(line_buffering=True)
     runpy.run_path(loaded, run_name="__main__")
 
 
@@ -67,10 +79,38 @@ def child(request: dict, loaded: str) -> None:
         os._exit(code)
 
 
+def adopt() -> None:
+    """Orphans below this process become its children. A program adopts its own: they become ours as it ends."""
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+
+
 def kill(leader: int) -> None:
     """End a program's process group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
+
+
+def children() -> set[int]:
+    """Of this process."""
+    return {int(child) for file in glob.glob("/proc/self/task/*/children") for child in open(file).read().split()}
+
+
+def kill_left(kept: set[int]) -> bool:
+    """End the children but those ``kept``: what programs have left in sessions of their own; whether there are any."""
+    left = children() - kept
+    for child in left:
+        os.kill(child, signal.SIGKILL)  # until it is waited for, its number is its own
+    return bool(left)
+
+
+def end_with(requests: int, imported: threading.Event) -> None:
+    """End this process where ``requests`` end before the program is ``imported``: an import may never return."""
+    poll = select.poll()
+    poll.register(requests, 0)  # it tells a hang-up alone
+    while not imported.is_set():
+        if poll.poll(LOOK_MS):
+            kill_left(set())
+            os._exit(1)
 
 
 def end_container(request: dict) -> None:
@@ -133,9 +173,17 @@ def main(loaded: str, place: str) -> None:
     requests, replies = os.dup(0), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
+    if not place:
+        adopt()
     if loaded:
+        watch = threading.Thread(target=end_with, args=(requests, done := threading.Event()))
+        watch.start()
         load(loaded)
+        done.set()
+        watch.join()  # no fork has a thread
         sys.stdout.flush()  # else each fork says it again
+        print(json.dumps({"number": 0}), file=replies, flush=True)
+    imported = children()  # what an import started serves all programs
     wakes, wake = os.pipe()
     os.set_blocking(wake, False)
     os.set_blocking(wakes, False)
@@ -154,6 +202,8 @@ def main(loaded: str, place: str) -> None:
                 if code:
                     end_container(request)
                 print(json.dumps({"number": request["number"], "code": code}), file=replies, flush=True)
+            if not place:
+                kill_left(live.keys() | imported)
         if requests in ready:
             new = os.read(requests, 2**20)
             if not new:
@@ -172,6 +222,8 @@ def main(loaded: str, place: str) -> None:
     for leader, request in live.items():
         kill(leader)
         end_container(request)
+    while not place and kill_left(set()):
+        os.waitpid(-1, 0)
     for folder in filter(None, [place, *(request["folder"] for request in live.values())]):
         shutil.rmtree(folder, ignore_errors=True)  # whoever started us may have been killed
 

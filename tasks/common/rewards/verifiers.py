@@ -96,9 +96,12 @@ class Package:
 
 
 def _last_error(said: str) -> str:
-    """The line of pip's output that says what went wrong: the last error, else the last line."""
+    """The line of pip's output that says what went wrong: the last error, else the last line. Where nothing matches
+    because of this Python's version, pip says so before."""
     lines = list(filter(None, map(str.strip, said.splitlines()))) or ["no output"]
-    return one_line(next((line for line in reversed(lines) if line.startswith("ERROR:")), lines[-1]), 300)
+    wrong = [line for line in lines if line.startswith("ERROR:")] or lines[-1:]
+    version = [f"{line}; this is Python {sys.version.split()[0]}" for line in wrong if "Requires-Python" in line]
+    return one_line((version if "No matching distribution" in wrong[-1] and version else wrong)[-1], 300)
 
 
 class Process:
