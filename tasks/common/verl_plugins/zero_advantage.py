@@ -33,8 +33,8 @@ _forward_step = FSDPEngineWithLMHead.forward_step
 
 def applies(config) -> bool:
     """Whether the actor's loss has no other term than those of the advantages. ``config`` is verl's."""
-    actor = config.actor_rollout_ref.actor
-    distilled = (config.get("distillation") or {}).get("enabled")
+    policy, distilled = config.actor_rollout_ref, (config.get("distillation") or {}).get("enabled")
+    actor = policy.actor
     loss = actor.policy_loss.get("loss_mode", "vanilla")
     return bool(actor.entropy_coeff == 0 and not actor.use_kl_loss and not distilled and loss in LOSSES)
 
