@@ -31,7 +31,9 @@ MEASURED = ("training/", CORRECTION)  # metrics that verl takes from the pass
 OVER_TOKENS = [CORRECTION + name for name in ("kl", "k3_kl", "chi2_token", "rollout_is_mean")]
 OVER_TOKENS += [f"{CORRECTION}rollout_is_ratio_fraction_{end}" for end in ("high", "low")]
 OVER_TOKENS += ["training/rollout_probs_diff_mean"]
-OF_RATIOS = ("actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl")  # the same, of the policy's loss
+# The same, of verl's loss, where ratios are not all 1. zero_advantage.py makes micro-batches by the advantage, on which
+# clipping depends.
+OF_RATIOS = ("actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl")
 
 expect(
     engine_workers.ppo_loss,
@@ -121,11 +123,9 @@ def value_loss(config, model_output: dict, data: TensorDict, dp_group=None):
     return _value_loss(config, model_output, data, dp_group)
 
 
-def _of_tokens(config, model_output: dict, data: TensorDict, dp_group) -> tuple[torch.Tensor, dict]:
-    """verl's loss; its metrics of the KL and the ratios are means over tokens, whatever the loss's mode and the
-    micro-batches: zero_advantage.py makes these by the advantage, on which clipping depends."""
+def _with_kl_of_a_token(config, model_output: dict, data: TensorDict, dp_group) -> tuple[torch.Tensor, dict]:
+    """verl's loss; its metric of the KL is nats a token, whatever the loss's mode."""
     loss, metrics = _ppo_loss(config, model_output, data, dp_group)
-    metrics |= parts({name: metrics[name].aggregate() for name in OF_RATIOS if name in metrics}, data)
     if config.use_kl_loss:
         batch = data.select("response_mask", "ref_log_prob").to_padded_tensor()
         log_probs = no_padding_2_padding(model_output["log_probs"].detach(), data)
@@ -139,7 +139,8 @@ def ppo_loss(config, model_output: dict, data: TensorDict, dp_group=None):
     """verl's loss (workers/utils/losses.py); in an ON_POLICY batch the model's own log-probs are the old ones."""
     without_a_token(data)
     if not tensordict_utils.get_non_tensor_data(data=data, key=ON_POLICY, default=False):
-        return _of_tokens(config, model_output, data, dp_group)
+        loss, metrics = _with_kl_of_a_token(config, model_output, data, dp_group)
+        return loss, metrics | parts({name: metrics[name].aggregate() for name in OF_RATIOS if name in metrics}, data)
     nested, entropy = model_output["log_probs"].detach(), model_output["entropy"].detach()
     log_probs, entropy = (no_padding_2_padding(values, data) for values in (nested, entropy))
     data["old_log_probs"] = response_from_nested(nested, data["response_mask"])
@@ -148,7 +149,7 @@ def ppo_loss(config, model_output: dict, data: TensorDict, dp_group=None):
         data["rollout_is_weights"], found = weighed(log_probs, data, cap)
     if config.entropy_coeff == 0:  # verl would take its gradient, times 0
         model_output = {name: value for name, value in model_output.items() if name != "entropy"}
-    loss, metrics = _of_tokens(config, model_output, data, dp_group)
+    loss, metrics = _with_kl_of_a_token(config, model_output, data, dp_group)
     found |= measured(config, log_probs, entropy, data)
     return loss, metrics | of_the_batch(found, data, cap)
 

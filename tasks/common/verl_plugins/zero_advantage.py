@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils
 from verl.utils.device import get_device_id
+from verl.utils.tensordict_utils import get_non_tensor_data
 from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
@@ -39,10 +40,6 @@ def applies(config) -> bool:
     return bool(actor.entropy_coeff == 0 and not actor.use_kl_loss and not distilled and loss in LOSSES)
 
 
-def _option(data: TensorDict, name: str, default=False):
-    return tensordict_utils.get_non_tensor_data(data=data, key=name, default=default)
-
-
 def rows_without(data: TensorDict, dp_group=None) -> list[int]:
     """The rows of ``data`` that go forward only: as many on every GPU, which gather weights together, and in whole
     micro-batches where these have a fixed size. Some row is left."""
@@ -52,7 +49,7 @@ def rows_without(data: TensorDict, dp_group=None) -> list[int]:
     without = torch.ones(len(data), dtype=torch.bool, device=row.device)
     without[row[counted]] = False
     rows = without.nonzero()[:, 0].tolist()
-    size = 1 if _option(data, "use_dynamic_bsz", True) else data["micro_batch_size_per_gpu"]
+    size = 1 if get_non_tensor_data(data, "use_dynamic_bsz", True) else data["micro_batch_size_per_gpu"]
     count = torch.tensor(min(len(rows), len(data) - size) // size * size, device=get_device_id())
     torch.distributed.all_reduce(count, op=torch.distributed.ReduceOp.MIN, group=dp_group)
     return rows[: count.item()]
@@ -60,7 +57,7 @@ def rows_without(data: TensorDict, dp_group=None) -> list[int]:
 
 def prepare_micro_batches(data: TensorDict, dp_group=None, **how):
     """As verl's (workers/engine/utils.py); those that go forward only come first."""
-    if not _option(data, ALLOWED) or _option(data, "return_model_output"):
+    if not get_non_tensor_data(data, ALLOWED, False) or get_non_tensor_data(data, "return_model_output", False):
         return _prepare_micro_batches(data, dp_group, **how)
     without = rows_without(data, dp_group)
     if not without:
@@ -74,7 +71,7 @@ def prepare_micro_batches(data: TensorDict, dp_group=None, **how):
 
 
 def forward_step(self, micro_batch: TensorDict, loss_function, forward_only):
-    if forward_only or not _option(micro_batch, "without_gradient"):
+    if forward_only or not get_non_tensor_data(micro_batch, "without_gradient", False):
         return _forward_step(self, micro_batch, loss_function, forward_only)
     with torch.no_grad():
         loss, output = _forward_step(self, micro_batch, loss_function, forward_only)

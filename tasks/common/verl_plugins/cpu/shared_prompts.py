@@ -12,6 +12,7 @@ from itertools import takewhile
 import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils
+from verl.utils.tensordict_utils import get_non_tensor_data
 from verl.workers.engine.fsdp import transformer_impl
 
 from verl_tasks.machine.memory import operations, plain, shapes
@@ -110,17 +111,13 @@ def by_prompt(data: TensorDict) -> list[int]:
     return sorted(range(len(prompts)), key=lambda number: first[prompts[number]])
 
 
-def _option(batch: TensorDict, name: str, default=False):
-    return tensordict_utils.get_non_tensor_data(data=batch, key=name, default=default)
-
-
 class SharedPrompts:
     """For a subclass of verl's FSDPEngineWithLMHead. Other than plain models (machine/memory.py) go verl's way."""
 
     def forward_backward_batch(self, data: TensorDict, loss_function, forward_only=False):
         # Micro-batches of fixed size; a loss is a sum over rows, whatever their order.
         prompts = data.get("prompts")
-        if prompts is None or not prompts.is_nested or _option(data, "use_dynamic_bsz", True):
+        if prompts is None or not prompts.is_nested or get_non_tensor_data(data, "use_dynamic_bsz", True):
             return super().forward_backward_batch(data, loss_function, forward_only)
         order = by_prompt(data)
         ordered = tensordict_utils.index_select_tensor_dict(data, order)
@@ -168,6 +165,7 @@ class SharedPrompts:
         # Without prompts it is SFT's, whose mask is as long as its sequences.
         known = micro_batch["loss_mask"].is_nested if prompts is None else prompts.is_nested
         others = ("use_fused_kernels", "distillation_use_topk")
-        packed_already = _option(micro_batch, "use_remove_padding", True)
-        possible = known and not packed_already and not any(_option(micro_batch, name) for name in others)
+        packed_already = get_non_tensor_data(micro_batch, "use_remove_padding", True)
+        asked = any(get_non_tensor_data(micro_batch, name, False) for name in others)
+        possible = known and not packed_already and not asked
         return possible and plain(self.module.config.to_dict())
