@@ -81,6 +81,7 @@ def scorer(result):
         (RecursionError(), "RecursionError"),
         ({"score": math.nan, "acc": 0.0}, "score is nan"),
         ({"score": 1.0, "acc": -math.inf}, "acc is -inf"),
+        ({"score": 0.5, "acc": 0.5}, "acc is 0.5, not 1 (right) or 0"),  # pass@1 would count it as right
         ({"score": 1.0, "acc": 1.0, "length": math.nan}, "length is nan"),
         ({"score": 1.0, "acc": None}, "acc is None"),
         ({"score": "1.0", "acc": 1.0}, "score is '1.0'"),

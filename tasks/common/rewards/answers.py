@@ -148,6 +148,8 @@ def reward_function(compute_score: Callable[..., dict]) -> Callable[..., dict]:
             if numbers[key] is None:
                 shown = "a huge integer" if isinstance(value, int) else repr(value)[:50]
                 raise RewardError(f"{where}: {key} is {shown}, not a finite number")
+        if numbers["acc"] not in (0, 1):
+            raise RewardError(f"{where}: acc is {numbers['acc']:g}, not 1 (right) or 0; partial credit is for `score`")
         return numbers
 
     return checked
