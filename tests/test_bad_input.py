@@ -4,12 +4,19 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
+import tasks
 from tests.helpers import PYTHON, ROOT, checkout_with, make, outside_make, refused, with_embedded
+from tests.test_settings import VALUES
+from verl_tasks import errors
+from verl_tasks.launch.task import compute_score_of
+from verl_tasks.rewards.answers import RewardError
+from verl_tasks.settings import load_settings
 
 SIZES = {"TASK": "countdown", "STACK": "cpu", "TRAIN_SIZE": "32", "TEST_SIZE": "8", "SFT_SIZE": "32"}
 
@@ -81,6 +88,25 @@ def test_a_reward_that_cannot_be_loaded_is_named_before_anything_starts(variable
     for command in ("probe", "eval", "rescore"):
         (error,) = errors_of(make(command, cwd=checkout, **{**variables, "TASK": "unloadable"}, ROLLOUTS="x"))
         assert "unloadable/reward.py: cannot be loaded: SyntaxError" in error
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("A = missing", r"cannot be loaded: NameError: name 'missing' is not defined \(tasks/unsafe/reward.py:1, in <mod"),
+        ("def compute_score(*a): return 1.0", "compute_score has no decorator; write @reward_function above it"),
+    ],
+)
+def test_a_reward_that_nothing_checks_is_refused_and_an_error_at_its_import_has_its_line(
+    code, said, tmp_path, monkeypatch
+):
+    folder = tmp_path / "tasks/unsafe"
+    folder.mkdir(parents=True)
+    (folder / "reward.py").write_text(code)
+    monkeypatch.setattr(tasks, "__path__", [*tasks.__path__, str(folder.parent)])
+    monkeypatch.setattr(errors, "ROOT", tmp_path)
+    with pytest.raises(RewardError, match=said):
+        compute_score_of(replace(load_settings(VALUES), TASK="unsafe"))
 
 
 @pytest.mark.medium

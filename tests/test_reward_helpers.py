@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -110,6 +111,11 @@ def test_an_error_names_the_line_of_the_users_own_file():
         RewardError, match=r"compute_score raised KeyError: 'x' \(tests/test_reward_helpers\.py:\d+, in "
     ):
         scorer(KeyError("x"))("source", "response", "x")
+
+
+def test_a_reward_that_exits_is_an_error_too():
+    with pytest.raises(RewardError, match="compute_score raised SystemExit: 3"):
+        reward_function(lambda *given, **more: sys.exit(3))("source", "response", "x")
 
 
 def test_long_ground_truth_is_cut_in_the_message():

@@ -8,11 +8,12 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 
+from verl_tasks.errors import said
 from verl_tasks.interrupts import Interrupts
 from verl_tasks.machine.cluster import OWN_RAY
 from verl_tasks.process import StageFailed, die_with_parent
 from verl_tasks.rewards import container
-from verl_tasks.rewards.answers import RewardError, variants
+from verl_tasks.rewards.answers import RewardError, is_checked, variants
 from verl_tasks.rewards.environment import of_task
 from verl_tasks.settings import COMPLETE, Settings, SettingsError, stack
 from verl_tasks.visible_gpus import gpu_numbers
@@ -68,11 +69,15 @@ def load_reward(s: Settings) -> Callable:
 
 
 def compute_score_of(s: Settings) -> Callable[..., dict]:
-    """The task's reward. Raises RewardError when it cannot be loaded, SettingsError when it has no variant REWARD."""
+    """The task's reward. Raises RewardError when it cannot be loaded or nothing checks what it returns, SettingsError
+    when it has no variant REWARD."""
     try:
         compute_score = importlib.import_module(f"tasks.{s.TASK}.reward").compute_score
     except Exception as error:
-        raise RewardError(f"{s.task_dir}/reward.py: cannot be loaded: {type(error).__name__}: {error}") from error
+        raise RewardError(f"{s.task_dir}/reward.py: cannot be loaded: {said(error)}") from error
+    if not is_checked(compute_score):
+        fix = "write @reward_function above it (from verl_tasks import reward_function), which refuses a broken score"
+        raise RewardError(f"{s.task_dir}/reward.py: compute_score has no decorator; {fix}")
     if s.REWARD and s.REWARD not in variants(compute_score):
         known = ", ".join(variants(compute_score)) or "none: it has one reward"
         raise SettingsError(f"REWARD={s.REWARD}: TASK={s.TASK} knows {known}")

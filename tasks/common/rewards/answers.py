@@ -137,7 +137,7 @@ def reward_function(compute_score: Callable[..., dict]) -> Callable[..., dict]:
             result = compute_score(data_source, response, ground_truth, extra_info, **kwargs)
         except RewardError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # an exit would end a worker of verl without a word
             raise RewardError(f"{where}: compute_score raised {said(error)}") from error
         if not isinstance(result, dict) or not {"score", "acc"} <= result.keys():
             raise RewardError(f"{where}: compute_score must return a dict with `score` and `acc`, not {result!r}")
@@ -152,4 +152,10 @@ def reward_function(compute_score: Callable[..., dict]) -> Callable[..., dict]:
             raise RewardError(f"{where}: acc is {numbers['acc']:g}, not 1 (right) or 0; partial credit is for `score`")
         return numbers
 
+    checked.refuses = True  # of ``is_checked``
     return checked
+
+
+def is_checked(compute_score: Callable) -> bool:
+    """Whether ``compute_score`` has the decorator ``reward_function``."""
+    return getattr(compute_score, "refuses", False)
