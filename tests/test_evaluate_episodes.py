@@ -21,7 +21,7 @@ from verl_tasks.evaluation.engine_pool import Hardware
 from verl_tasks.evaluation.engines import Request, Sampling, TurnRequest
 from verl_tasks.evaluation.episodes import Stage, play_all
 from verl_tasks.evaluation.rollouts import Completion, Rollout, read_rollouts, write_rollouts
-from verl_tasks.evaluation.sample import Job, Scoring, load
+from verl_tasks.evaluation.sample import Job, Scoring, check_chat, load
 from verl_tasks.evaluation.summary import summarize
 from verl_tasks.evaluation.tables import sizes
 from verl_tasks.files import write_json
@@ -30,7 +30,7 @@ from verl_tasks.models.chat_template import answer_ids
 from verl_tasks.rewards.environment import Step, tool_message
 from verl_tasks.rewards.episode import Limits
 from verl_tasks.rewards.tool_calls import render_calls
-from verl_tasks.rows import chat, read_rows, rl_row, rl_schema, tools_of, write_parquet
+from verl_tasks.rows import DataError, chat, read_rows, rl_row, rl_schema, tools_of, write_parquet
 from verl_tasks.settings import SettingsError
 
 CALL = render_calls([{"name": "calculator", "arguments": {"expression": "3 + 4"}}])
@@ -89,6 +89,22 @@ def test_a_model_without_a_chat_template_is_refused_in_one_line_before_sampling(
     said = f"error: {model}: has no chat template to render prompts; take an instruct model (MODEL)\n"
     assert (result.returncode, result.stdout) == (1, said)
     assert not [*workplace.artifacts.rglob("sampling.log")]
+
+
+def test_a_chat_that_the_template_refuses_is_named_before_an_engine_starts(small_model, tmp_path):
+    """One of each form is tried: here only the second prompt has a system message."""
+    folder = tmp_path / "refuses"
+    shutil.copytree(small_model, folder)
+    template = folder / "chat_template.jinja"
+    refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+    template.write_text(refusal + template.read_text())
+    job = Job(str(folder), "rows.parquet", 0, Sampling(1, False, 1.0, 1.0, 9, 9, 0), Hardware())
+    user = {"role": "user", "content": "hi"}
+    plain = [Request(index, "sampled", [user]) for index in (0, 2)]
+    check_chat(job, plain)
+    with pytest.raises(DataError, match=r"refuses: prompt 1 of rows.parquet: .* no system here; take another MODEL"):
+        check_chat(job, [*plain, Request(1, "sampled", [{"role": "system", "content": "think"}, user])])
+
 
 
 def asked(model: Path) -> list[list]:

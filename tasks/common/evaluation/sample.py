@@ -29,12 +29,14 @@ from verl_tasks.evaluation.rollouts import (
 from verl_tasks.evaluation.summary import OwnMetrics
 from verl_tasks.files import read_json, write_json
 from verl_tasks.machine import memory
+from verl_tasks.models.chat_template import prompt_ids
 from verl_tasks.models.merge import base_model
 from verl_tasks.process import Progress, StageFailed, run
 from verl_tasks.rewards.environment import Environment
 from verl_tasks.rewards.episode import Limits
 from verl_tasks.rows import DataError, decoded, read_rows, tools_of
 from verl_tasks.settings import Command, Settings, SettingsError, code_digest, fingerprint, judge_settings
+from verl_tasks.text import one_line
 
 TOKENS = "tokens.txt"  # beside the rollouts while they are sampled: a line for each answer of the engine, its tokens
 
@@ -165,9 +167,9 @@ def check_window(s: Settings, how: Sampling, model: str) -> None:
         raise SettingsError(f"{text}; lower one of them, or take another MODEL")
 
 
-def check_chat(job: Job) -> None:
-    """Raise DataError where the model of ``job`` has no chat template, before an engine starts. What else is wrong with
-    its tokenizer is the engine's to say."""
+def check_chat(job: Job, requests: list[Request]) -> None:
+    """Raise DataError where the model of ``job`` cannot render ``requests``, before an engine starts: one of each form
+    is tried. What else is wrong with its tokenizer is the engine's to say."""
     from transformers import AutoTokenizer
 
     if job.endpoint:
@@ -178,6 +180,13 @@ def check_chat(job: Job) -> None:
         return
     if not tokenizer.chat_template:
         raise DataError(f"{job.model}: has no chat template to render prompts; take an instruct model (MODEL)")
+    forms = {(*(each["role"] for each in r.messages), bool(r.tools)): r for r in reversed(requests)}
+    for request in forms.values():
+        try:
+            prompt_ids(tokenizer, request.messages, request.tools)
+        except ValueError as error:
+            where = f"{job.model}: prompt {request.index} of {job.rows}"
+            raise DataError(f"{where}: {one_line(str(error), 300)}; take another MODEL, or change the prompts") from error
 
 
 def test_job(s: Settings, model: str, rows: Path | None = None) -> Job:
@@ -304,8 +313,8 @@ def sampled(jobs: dict[str, Job], root: Path, scoring: Scoring) -> tuple[dict[st
     files = {label: job.folder(root) / "rollouts.jsonl" for label, job in jobs.items()}
     found = {label: load(job, files[label], scoring) for label, job in jobs.items()}
     todo = {label: jobs[label] for label, (_, missing) in found.items() if missing}
-    for job in todo.values():
-        check_chat(job)
+    for label, job in todo.items():
+        check_chat(job, found[label][1])
     if todo:
         tails = [_Tail(label, files[label]) for label in todo]
         missing = sum(samples(found[label][1], job.sampling) for label, job in todo.items())
