@@ -311,6 +311,31 @@ def test_a_reward_that_rises_without_right_answers_is_hollow():
     assert found(curve("critic/score/mean", [0.1] * 3 + [0.19] * 4, "answers/right", hollow), 7) == []
 
 
+def test_a_reward_of_more_than_1_and_a_start_that_is_nearly_always_right_are_not_hollow():
+    """With 10 for a right answer 0.4 more right answers earn 4. From 0.96 right on, form is what is left to learn."""
+    reward, right = [1.0] * 3 + [5.0] * 3, [0.1] * 3 + [0.5] * 3
+    ten = {step: row | {"critic/score/max": 10.0} for step, row in curve("critic/score/mean", reward).items()}
+    sound = {step: row | {"answers/right": right[step - 1]} for step, row in ten.items()}
+    assert found(sound, 6) == []
+    assert found({step: row | {"answers/right": 0.1} for step, row in ten.items()}, 6) == [("hollow", 6)]
+    form = [0.6] * 3 + [0.98] * 3
+    assert found(curve("critic/score/mean", form, "answers/right", [0.96] * 3 + [0.98] * 3), 6) == []
+    assert found(curve("critic/score/mean", form, "answers/right", [0.5] * 3 + [0.52] * 3), 6) == [("hollow", 6)]
+
+
+def test_what_changes_slowly_is_held_against_the_start_of_the_whole_training():
+    """In fifty steps each of these changes too little for its rule."""
+    slowly = [step / 200 for step in range(201)]
+    rules = {
+        "short": curve("response_length/mean", [300.0 * 10**-share for share in slowly]),
+        "hollow": curve("critic/score/mean", [0.1 + 0.3 * share for share in slowly], "answers/right", [0.05] * 201),
+        "fall": curve("critic/score/mean", [0.5 * 8**-share for share in slowly]),
+    }
+    for rule, metrics in rules.items():
+        fired = [step for name, step in found(metrics, 201) if name == rule]
+        assert fired and fired == [*range(fired[0], 202)] and fired[0] > 60, rule
+
+
 def test_responses_that_fall_to_a_fraction_are_told():
     lengths = [300.0, 280.0, 320.0, 200.0, 99.0, 99.0, 99.0]
     assert found(curve("response_length/mean", lengths), 7) == [("short", 7)]

@@ -24,7 +24,7 @@ KL = (1e-4, 0.1)  # to the reference model
 KL_STEPS = 10  # in a row below the band: at the start the policy is the reference
 SPIKE = 5  # times the median gradient norm of the earlier steps
 SPIKE_STEPS = 5  # earlier steps at least
-BEFORE = 50  # earlier steps at most
+BEFORE = 50  # earlier steps at most, of the median
 MISMATCH = 0.01  # nats a token between the engine and the trainer; 0.0015 at most in the trainings of docs/results
 MISMATCH_STEPS = 3  # in a row above it
 TRUNCATED = 0.3  # share of the responses
@@ -60,7 +60,7 @@ def findings(metrics: dict[int, dict], s: Settings) -> list[Finding]:
     rows = [metrics[step] for step in steps]
     found = []
     for index, step in enumerate(steps):
-        before, row = rows[max(0, index - BEFORE) : index], rows[index] | {"step": step}
+        before, row = rows[:index], rows[index] | {"step": step}
         for name in HEALTH_RULES:
             found += [Finding(name, step, text) for text in globals()[f"_{name}"](row, before, s)]
     return found
@@ -124,7 +124,7 @@ def newest_by_rule(found: list[Finding]) -> list[Finding]:
 
 def _for_steps(count: int, row: dict, before: list[dict], holds: Callable[[dict], bool]) -> bool:
     """Whether there are ``count`` steps up to ``row``, and ``holds`` is true of the last ``count``."""
-    last = [*before, row][-count:]
+    last = [*before[-count:], row][-count:]
     return len(last) == count and all(map(holds, last))
 
 
@@ -171,7 +171,7 @@ def _kl(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
 
 
 def _spike(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
-    norms = [each["actor/grad_norm"] for each in before if each.get("actor/grad_norm", 0.0) > 0]
+    norms = [each["actor/grad_norm"] for each in before[-BEFORE:] if each.get("actor/grad_norm", 0.0) > 0]
     value = row.get("actor/grad_norm", 0.0)
     if len(norms) >= SPIKE_STEPS and SPIKE * median(norms) < value < math.inf:
         times = f"{value / median(norms):.1f} times its median before"
@@ -265,7 +265,7 @@ def _fall(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
 
 
 def _memory(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
-    rows = [*before, row][-MEMORY_STEPS:]
+    rows = [*before[-MEMORY_STEPS:], row][-MEMORY_STEPS:]
     for what, (key, limit) in MEMORIES.items():
         used = [each.get(f"actor/{key}", each.get(key)) for each in rows]
         if len(used) < MEMORY_STEPS or None in used or limit not in row:
@@ -290,7 +290,9 @@ def _ends(key: str, rows: list[dict]) -> tuple[float, float]:
 def _hollow(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
     rows = [*before, row]
     (first, last), (wrong, right) = (_ends(key, rows) for key in ("critic/score/mean", "answers/right"))
-    if last - first > RISE and right - wrong < EXPLAINED * (last - first):
+    # A right answer earns 1, or the best score where that is more. Where nearly all are right, few can become so.
+    rise = (last - first) / max(1.0, *(each.get("critic/score/max", 1.0) for each in rows))
+    if rise > RISE and right - wrong < EXPLAINED * min(rise, 1 - wrong):
         yield (
             f"reward rose from {first:.3g} to {last:.3g}, right answers from {wrong:.1%} to {right:.1%}: the policy "
             "learns what the reward pays besides; look at the rollouts, run make attack, pay less partial credit"
