@@ -2,20 +2,24 @@
 
 import json
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+import tasks.countdown.reward
 from tasks.countdown.prepare_data import example, problems
 from tasks.countdown.reward import compute_score
+from tests.test_settings import VALUES
 from verl_tasks.evaluation import incentive
 from verl_tasks.evaluation.exploits import THINKING, Row
+from verl_tasks.evaluation.sample import reward_mark
 from verl_tasks.files import write_json
 from verl_tasks.guarded import Guarded
-from verl_tasks.settings import artifacts
+from verl_tasks.settings import artifacts, code_digest, load_settings
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +31,7 @@ def rows():
 @pytest.fixture
 def s(tmp_path, monkeypatch):
     monkeypatch.setenv("ARTIFACTS", str(tmp_path))
-    return SimpleNamespace(TASK="own")
+    return SimpleNamespace(TASK="own", REWARD="", AGENT_IMAGE="", reward_file=Path(tasks.countdown.reward.__file__))
 
 
 def told(s, rows, score) -> list[tuple[str, bool]]:
@@ -38,8 +42,9 @@ def told(s, rows, score) -> list[tuple[str, bool]]:
         reward.close()
 
 
-def started_at(s, score: float) -> None:
-    write_json(artifacts() / "probe/own/m/probe.json", {"model": "m", "metrics": {"score": {"value": score}}})
+def started_at(s, score: float, model: str = "m") -> None:
+    found = {"model": model, "mark": reward_mark(s), "metrics": {"score": {"value": score}}}
+    write_json(artifacts() / "probe/own" / Path(model).name / "probe.json", found)
 
 
 def test_the_ladder_of_countdown_pays_a_guess_more_than_the_start_earns(s, rows):
@@ -73,6 +78,24 @@ def test_a_right_guess_tempts_where_demonstrations_think(s, rows):
     assert warns and "no thought" in warning and "earns 0.167 (17% right)" in warning
     bare = [replace(row, demonstration=THINKING.sub("", row.demonstration)) for row in rows]
     assert [warns for _, warns in told(s, bare, right_is_right)] == [False]
+
+
+def test_samples_of_a_trained_model_and_of_another_reward_are_not_the_starts(s):
+    run = artifacts() / "runs/own/grpo-1"
+    settings = asdict(load_settings(VALUES)) | {"REWARD": ""}
+    reads = {"reward": code_digest(s.reward_file)}
+    made = {"kind": "rl", "fingerprint": "1", "start": "m", "settings": settings, "arguments": [], "reads": reads}
+    write_json(run / "settings.json", made)
+    (run / "metrics").mkdir()
+    (run / "metrics/000.jsonl").write_text(json.dumps({"step": 1, "data": {"critic/score/mean": 0.2}}) + "\n")
+    started_at(s, 0.9, f"{run}/checkpoints/global_step_8")
+    assert incentive.start_score(s) == (0.2, "first step of grpo-1")
+    started_at(s, 0.1)
+    assert incentive.start_score(s) == (0.1, "make probe: m")
+    s.REWARD = "ladder"
+    assert incentive.start_score(s) is None
+    s.REWARD, s.reward_file = "", Path(__file__)
+    assert incentive.start_score(s) is None
 
 
 def test_without_samples_of_the_start_much_of_a_right_answer_is_warned_of(s, rows):

@@ -12,11 +12,12 @@ from statistics import mean
 
 from verl_tasks.evaluation import probe
 from verl_tasks.evaluation.exploits import SOME, THINKING, TURN, Row, visible
+from verl_tasks.evaluation.sample import reward_mark
 from verl_tasks.files import read_json
 from verl_tasks.guarded import Guarded
-from verl_tasks.runs.folder import all_runs
+from verl_tasks.runs.folder import all_runs, run_of
 from verl_tasks.runs.run import read_metrics, recorded
-from verl_tasks.settings import Settings
+from verl_tasks.settings import Settings, artifacts, code_digest
 
 MUCH = 0.2  # of what a right answer earns more than none, where no samples of the start are known
 ROWS, SECONDS = 24, 5.0
@@ -80,11 +81,24 @@ def guesses(rows: list[Row], reward: Guarded, seconds: float) -> list[Guess]:
 
 
 def start_score(s: Settings) -> tuple[float, str] | None:
-    """The mean reward of the start's own samples, and where it is known from: the newest probe, else the first step of
-    the newest run. None without both."""
-    if file := probe.newest(s.TASK, bool):
+    """The mean reward of a start's own samples by the present reward, and where it is known from: the newest probe of a
+    model that no RL trained, else the first step of the newest run. None without both."""
+
+    def of_start(found: dict) -> bool:
+        trained = run_of(found.get("model", ""), artifacts() / "runs" / s.TASK)
+        return found.get("mark") == reward_mark(s) and (not trained or recorded(trained).get("kind") != "rl")
+
+    if file := probe.newest(s.TASK, of_start):
         return read_json(file)["metrics"]["score"]["value"], f"make probe: {file.parent.name}"
-    runs = [run for run in all_runs(s.TASK) if recorded(run)["kind"] == "rl"]
+    made = {run: recorded(run) for run in all_runs(s.TASK)}
+    code = code_digest(s.reward_file)
+    runs = [
+        run
+        for run, of in made.items()
+        if of["kind"] == "rl"
+        and of.get("reads", {}).get("reward") == code
+        and of["settings"].get("REWARD", "") == s.REWARD
+    ]
     for run in sorted(runs, key=lambda run: -run.stat().st_mtime):
         for metrics in read_metrics(run, strict=False).values():
             if "critic/score/mean" in metrics:

@@ -146,10 +146,10 @@ def probed(
     }
 
 
-def newest(task: str, wanted: Callable[[str], bool]) -> Path | None:
-    """The newest probe.json of a model that is ``wanted`` (a function of its path or id)."""
+def newest(task: str, wanted: Callable[[dict], bool]) -> Path | None:
+    """The newest probe.json that is ``wanted`` (a function of its content)."""
     found = (artifacts() / "probe" / task).glob("*/probe.json")
-    files = [file for file in found if wanted(read_json(file).get("model", ""))]
+    files = [file for file in found if wanted(read_json(file))]
     return max(files, key=lambda file: file.stat().st_mtime, default=None)
 
 
@@ -188,7 +188,7 @@ def probe(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
     trained = run_of(model, s.runs_dir)
     warmed = bool(trained) and recorded(trained).get("kind") == "sft"
     result = probed(rollouts, prompts := by_prompt(rollouts), bounds(s), warmed)
-    write_json(folder / "probe.json", {"model": model, "data": str(s.train_file), **result})
+    write_json(folder / "probe.json", {"model": model, "data": str(s.train_file), "mark": scoring.mark, **result})
     title = f"{s.TASK}, {label}: {sizes(result)}"
     from verl_tasks.evaluation import plots  # matplotlib, for this alone
 

@@ -103,8 +103,7 @@ class Scoring:
 
     @classmethod
     def of(cls, s: Settings, compute_score: Callable | None, own_metrics: OwnMetrics | None, environment) -> "Scoring":
-        parts = {"variant": s.REWARD, "code": code_digest(s.reward_file)} | judge_settings()
-        mark = fingerprint(parts | ({"image": s.AGENT_IMAGE} if s.AGENT_IMAGE else {}))
+        mark = reward_mark(s)
         if environment:
             return cls(None, own_metrics, mark, environment, f"tasks.{s.TASK}.environment:Environment")
         module = compute_score.__module__.replace("__main__", f"tasks.{s.TASK}.evaluate")
@@ -126,6 +125,12 @@ class Scoring:
         if stored["episodes"]:
             return cls(None, None, mark, part, source)
         return cls(functools.partial(part, variant=variant) if variant else part, None, mark, None, source, variant)
+
+
+def reward_mark(s: Settings) -> str:
+    """Changes when the rewards of the same responses may change."""
+    parts = {"variant": s.REWARD, "code": code_digest(s.reward_file)} | judge_settings()
+    return fingerprint(parts | ({"image": s.AGENT_IMAGE} if s.AGENT_IMAGE else {}))
 
 
 def sampling(s: Settings) -> Sampling:
