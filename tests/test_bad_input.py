@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import struct
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +16,9 @@ from tests.helpers import PYTHON, ROOT, checkout_with, make, outside_make, refus
 from tests.test_settings import VALUES
 from verl_tasks import errors
 from verl_tasks.launch.task import compute_score_of
+from verl_tasks.models.find import resolve_model
 from verl_tasks.rewards.answers import RewardError
-from verl_tasks.settings import load_settings
+from verl_tasks.settings import SettingsError, load_settings
 
 SIZES = {"TASK": "countdown", "STACK": "cpu", "TRAIN_SIZE": "32", "TEST_SIZE": "8", "SFT_SIZE": "32"}
 
@@ -163,12 +165,40 @@ def test_a_model_without_weights_and_one_without_config_are_named(variables, tmp
     assert f"MODEL={folder}" in error and "no weights" in error
 
 
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda folder: cut(folder / "config.json"), "config.json is not JSON"),
+        (lambda folder: cut(folder / "model.safetensors"), "model.safetensors is no whole file of weights"),
+        (lambda folder: (folder / "model.safetensors").write_text("version https://git-lfs"), "is no whole file"),
+        (
+            lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-2.st"}}'),
+            "model-2.st is missing, which model.safetensors.index.json names",
+        ),
+    ],
+)
+def test_a_model_that_was_not_downloaded_whole_is_refused(damage, said, small_model, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(small_model, folder)
+    assert resolve_model(str(folder)) == str(folder)
+    damage(folder)
+    with pytest.raises(SettingsError, match=f"MODEL={folder}: .*{said}.*; download or copy the folder again"):
+        resolve_model(str(folder))
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
 @pytest.mark.medium
 def test_a_model_whose_checkpoints_do_not_fit_on_the_disk_is_refused(variables, tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
+    size = 2 * 10**12
+    header = json.dumps({"a": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
     with (folder / "model.safetensors").open("wb") as f:
-        f.truncate(2 * 10**12)  # sparse: takes no space
+        f.write(struct.pack("<Q", len(header)) + header)
+        f.truncate(8 + len(header) + size)  # sparse: takes no space
     (error,) = errors_of(make("train", **variables, MODEL=str(folder), INIT="base"))
     assert "GB free" in error and "ARTIFACTS" in error

@@ -5,6 +5,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import io
+import json
 import shutil
 from pathlib import Path
 from unittest import mock
@@ -23,8 +24,8 @@ def resolve_model(model: str, base: str = "", variable: str = "MODEL") -> str:
     """The value for ``model.path``: the folder of a local model, or the hub id. ``variable``: what named it.
 
     A LoRA adapter is copied to artifacts/models, with its base model (``base``, else the one it names) as a folder or
-    hub id; one that vLLM cannot apply is merged. Raises SettingsError when a folder has no config or no weights, or an
-    adapter's base model is missing.
+    hub id; one that vLLM cannot apply is merged. Raises SettingsError when a folder has no config or no whole weights,
+    or an adapter's base model is missing.
     """
     if model == "embedded":
         return str(embedded_model(variable))
@@ -36,10 +37,35 @@ def resolve_model(model: str, base: str = "", variable: str = "MODEL") -> str:
             raise SettingsError(f"{variable}={model}: the folder has no config.json, so it is not a model")
         if not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
             raise SettingsError(f"{variable}={model}: the folder has no weights (*.safetensors or pytorch_model*.bin)")
+        if problem := _damage(folder):
+            raise SettingsError(f"{variable}={model}: {problem}; download or copy the folder again")
         return str(folder.resolve())
     if not is_hub_id(model):
         raise SettingsError(f"{variable}={model}: no such folder, and not a hub id (owner/name)")
     return model
+
+
+def _damage(folder: Path) -> str:
+    """What is missing or cut off in a model's ``folder``, as an interrupted download leaves it, or a clone without
+    Git LFS; empty where nothing is. Of weights the beginnings and sizes are read."""
+    from safetensors import SafetensorError, safe_open
+
+    index = folder / "model.safetensors.index.json"
+    for file in filter(Path.is_file, (folder / "config.json", index)):
+        try:
+            found = json.loads(file.read_text())
+        except ValueError as error:
+            return f"{file.name} is not JSON ({error})"
+    named = set(found.get("weight_map", {}).values()) if index.is_file() else set()
+    if missing := sorted(name for name in named if not (folder / name).is_file()):
+        return f"{missing[0]} is missing, which {index.name} names"
+    for file in sorted(folder.glob("model*.safetensors")):
+        try:
+            with safe_open(file, "np"):
+                pass
+        except SafetensorError as error:
+            return f"{file.name} is no whole file of weights ({one_line(str(error), 100)})"
+    return ""
 
 
 def is_hub_id(model: str) -> bool:
