@@ -86,6 +86,19 @@ raise SystemExit(3)
     assert [line.removeprefix("  | ").strip() for line in rest[:-1]] == shown
 
 
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (["[rank0]:   File x", "[rank0]: IndexError: index out of range"], "IndexError: index out of range\n  |   File x"),
+        (["ValueError: no such kind", "verl_tasks.errors.SettingsError: MODEL=m: vLLM: no"], "MODEL=m: vLLM: no\n  log:"),
+    ],
+)
+def test_torchs_prefix_hides_no_error_and_one_of_ours_needs_no_traceback(lines, said, tmp_path):
+    log = tmp_path / "log"
+    log.write_text("\n".join(lines) + "\n")
+    assert process.report(log, "exit code 1").startswith(said)
+
+
 def test_failure_without_an_error_line_names_the_exit_code(tmp_path):
     with pytest.raises(StageFailed, match="stage ended with exit code 5"):
         run_python("raise SystemExit(5)", tmp_path)

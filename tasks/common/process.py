@@ -28,9 +28,11 @@ REPORT_SECONDS = 15  # between two lines of progress without a terminal
 FULL_BYTES = 2**20  # a disk with less free is full
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
-# Prefixes of Ray and vLLM before a line: "(WorkerDict pid=1) ", "(EngineCore pid=2) ERROR 11-21 02:57:31 [core.py:9] ".
-_PREFIX = re.compile(r"^(\([^()]*pid=\d+[^()]*\)\s*)*([A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]*\]\s*)?")
+# Prefixes of Ray, vLLM and torch before a line: "(WorkerDict pid=1) ", "(EngineCore pid=2) ERROR 11-21 02:57:31
+# [core.py:9] ", "[rank0]: ".
+_PREFIX = re.compile(r"^(\([^()]*pid=\d+[^()]*\)\s*)*([A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]*\]\s*)?(\[rank\d+\]: ?)?")
 _ERROR = re.compile(r"^(?:[A-Za-z_][\w.]*\.)?([A-Z]\w*(?:Error|Exception|Exit)): \S")
+_FOR_PEOPLE = re.compile(r"^verl_tasks\.[\w.]+\.(?:SettingsError|DataError): (.+)")  # with its cause in its words
 # These wrap or hide the first error; a BufferError comes from closing shared memory while unwinding.
 _NOT_THE_CAUSE = re.compile(
     r"RayTaskError|RayActorError|ActorDiedError|BufferError|cannot close exported pointers|ChildFailedError"
@@ -111,13 +113,15 @@ def _out_of_memory(text: str) -> bool:
 
 
 def report(log: Path, status: str, told: str = "") -> str:
-    """Why a process failed: what Ray or the disk says of it, the error that it ``told``, the first one of its ``log``,
-    or its ``status``; then the lines of the log before that."""
+    """Why a process failed: what Ray or the disk says of it, the error that it ``told``, one of ours in its ``log``, the
+    first one there, or its ``status``; then the lines of the log before that, which one of ours does not need."""
     text = log.read_text(errors="replace") if log.exists() else ""
     lines = [_PREFIX.sub("", _ANSI.sub("", line)).rstrip() for line in text.splitlines()]
     lines = [line for line in lines if not _NOISE.match(line)]
     errors = [line for line in lines if _ERROR.match(line) and not _NOT_THE_CAUSE.search(line)]
     first = next((line for line in errors if told and told[:200] in line), errors[0] if errors else "")
+    if (ours := next(filter(None, map(_FOR_PEOPLE.match, lines)), None)) and not told:
+        return f"{ours[1][:600]}\n  log: {log}"
     end = lines.index(first) + 1 if first else len(lines)  # later lines only follow from the cause
     tail = "\n".join(f"  | {line[:200]}" for line in lines[max(0, end - 12) : end])
     return f"{_known(text) or _full_disk(log.parent) or told[:400] or first[:400] or status}\n{tail}\n  log: {log}"
