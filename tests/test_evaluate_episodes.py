@@ -104,6 +104,10 @@ def test_a_chat_that_the_template_refuses_is_named_before_an_engine_starts(small
     check_chat(job, plain)
     with pytest.raises(DataError, match=r"refuses: prompt 1 of rows.parquet: .* no system here; take another MODEL"):
         check_chat(job, [*plain, Request(1, "sampled", [{"role": "system", "content": "think"}, user])])
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
+    with pytest.raises(DataError, match=r"token \d+ of its tokenizer, and its weights know 100; take the tokenizer"):
+        check_chat(job, plain)
 
 
 

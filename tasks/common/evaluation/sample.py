@@ -173,8 +173,8 @@ def check_window(s: Settings, how: Sampling, model: str) -> None:
 
 
 def check_chat(job: Job, requests: list[Request]) -> None:
-    """Raise DataError where the model of ``job`` cannot render ``requests``, before an engine starts: one of each form
-    is tried. What else is wrong with its tokenizer is the engine's to say."""
+    """Raise DataError where the model of ``job`` cannot render or read ``requests``, before an engine starts: one of
+    each form is tried. What else is wrong with its tokenizer is the engine's to say."""
     from transformers import AutoTokenizer
 
     if job.endpoint:
@@ -186,12 +186,16 @@ def check_chat(job: Job, requests: list[Request]) -> None:
     if not tokenizer.chat_template:
         raise DataError(f"{job.model}: has no chat template to render prompts; take an instruct model (MODEL)")
     forms = {(*(each["role"] for each in r.messages), bool(r.tools)): r for r in reversed(requests)}
+    shapes = memory.shapes_of(base_model(job.model))
     for request in forms.values():
+        where = f"{job.model}: prompt {request.index} of {job.rows}"
         try:
-            prompt_ids(tokenizer, request.messages, request.tools)
+            largest = max(prompt_ids(tokenizer, request.messages, request.tools))
         except ValueError as error:
-            where = f"{job.model}: prompt {request.index} of {job.rows}"
             raise DataError(f"{where}: {one_line(str(error), 300)}; take another MODEL, or change the prompts") from error
+        if shapes and largest >= shapes.vocabulary:
+            what = f"token {largest} of its tokenizer, and its weights know {shapes.vocabulary}"
+            raise DataError(f"{where}: {what}; take the tokenizer that belongs to the weights")
 
 
 def test_job(s: Settings, model: str, rows: Path | None = None) -> Job:
