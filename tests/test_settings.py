@@ -676,6 +676,22 @@ def test_only_what_code_does_changes_its_digest(tmp_path):
     assert digest("def f():\n    return 2\n") != before
 
 
+def test_a_changed_table_that_a_reward_reads_changes_its_digest(tmp_path):
+    reward, table, other = (tmp_path / name for name in ("reward.py", "words.json", "notes.json"))
+    reward.write_text('WORDS = json.loads(Path(__file__).with_name("words.json").read_text())\n')
+
+    def digest(text: str) -> str:
+        table.write_text(text)
+        code_digest.cache_clear()
+        _digest.cache_clear()
+        return code_digest(reward)
+
+    before = digest('["a"]')
+    assert digest('["b"]') != before
+    other.write_text("{}")
+    assert digest('["a"]') == before
+
+
 def test_a_changed_program_of_an_environment_changes_its_digest(tmp_path):
     """environment.py does not import it; the program imports what stands beside it, as `python agent.py` does."""
     environment, agent, beside = (tmp_path / name for name in ("environment.py", "agent.py", "shelf.py"))

@@ -30,8 +30,8 @@ def _digest(file: Path) -> bytes:
 
 @functools.cache
 def code_digest(program: Path) -> str:
-    """Digest of the code of ``program``, of what it imports, and of the program that an environment.py names, without
-    comments and docstrings.
+    """Digest of the code of ``program``, without comments and docstrings, of what it imports, and of the files beside
+    it that it names.
 
     Of this package only the rooms data and rewards count; the others do not change data or rewards.
     """
@@ -60,7 +60,7 @@ def code_digest(program: Path) -> str:
 
 def imported(tree: ast.AST, file: Path) -> set[Path]:
     """The files of the task, of the rooms data and rewards, and of rows and ends, that a syntax tree imports; those
-    beside it too that an environment.py names, as program.environment_of takes them."""
+    beside it too that it names: a table that it reads, a program (program.environment_of)."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == "verl_tasks":
@@ -78,6 +78,6 @@ def imported(tree: ast.AST, file: Path) -> set[Path]:
         texts = {
             node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
         }
-        beside |= set(filter(FILE.fullmatch, texts)) if file.name == "environment.py" else set()
+        beside |= set(filter(FILE.fullmatch, texts))
         files |= {file.with_name(name) for name in beside}
     return {each for each in files if each.is_file()}
