@@ -83,12 +83,12 @@ def test_a_machine_and_settings_without_fault(prepared):
     assert lines(result, "error") == []
 
 
-def findings(variables: dict[str, str], arguments: tuple[str, ...] = ()) -> list[str]:
+def findings(variables: dict[str, str], arguments: tuple[str, ...] = (), stage: str = "doctor") -> list[str]:
     """What `make doctor` prints, without a program of its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ARTIFACTS", variables["ARTIFACTS"])
         s = load_settings(exported(ROOT / "tasks/countdown/train.sh", variables))
-        return [f"{each.state} {each}" for each in doctor.findings(s, list(arguments))]
+        return [f"{each.state} {each}" for each in doctor.findings(s, list(arguments), stage)]
 
 
 @pytest.mark.medium
@@ -186,6 +186,14 @@ def test_demonstrations_that_do_not_fit_are_counted(prepared):
     assert f"; {count} are longer than MAX_RESPONSE_LENGTH where RL cuts a response; raise" in line
     found = findings({**prepared, "MAX_RESPONSE_LENGTH": str(lengths[-1] + 1)})
     assert [line for line in found if line.startswith("ok demonstrations: ")], found
+
+
+@pytest.mark.medium
+def test_before_a_training_the_lengths_are_measured_also_on_a_busy_machine(prepared, monkeypatch):
+    monkeypatch.setattr(doctor, "TOKENIZER_BY", -1.0)
+    short = {**prepared, "MAX_RESPONSE_LENGTH": "5"}
+    assert any("not measured: the other checks took too long" in line for line in findings(short))
+    assert any(line.startswith("warning demonstrations: ") for line in findings(short, stage="train"))
 
 
 @pytest.mark.medium

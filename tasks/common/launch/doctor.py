@@ -4,6 +4,7 @@ The same checks run before every training; there only warnings and errors are pr
 All checks together take less than 20 seconds: nothing imports verl or vLLM, and the task's large data is sampled.
 """
 
+import math
 import os
 import sys
 import time
@@ -424,7 +425,8 @@ def findings(
         each_method = of_each_method(s, runs)
         checks += [numbers(run) for run in each_method]  # before the memory, which follows the pass
         checks += [batches_and_memory(run, arguments, stage, smi, at_once) for run in each_method]
-        checks.append(lengths(s, started + TOKENIZER_BY))
+        # Before a training there is time: prompts that are all left out end it minutes later.
+        checks.append(lengths(s, math.inf if stage_of(stage).trains else started + TOKENIZER_BY))
     return [*wrong, *dict.fromkeys(chain(*checks))]
 
 
