@@ -228,6 +228,13 @@ def test_a_policy_that_unlearns_falls():
     assert found(score | {step: {"critic/score/mean": 0.09} for step in (5, 6)}) == [("fall", 5), ("fall", 6)]
 
 
+def test_a_reward_that_may_be_negative_falls_from_its_worst_score_on():
+    """Near 0 a quarter of the best mean would be noise."""
+    near, lost = [-0.5, -0.4, 0.001, -0.1, -0.05, -0.02], [-0.5, -0.1, -0.2, -0.9, -0.9, -0.9]
+    for values, fired in ((near, []), (lost, [("fall", 6)])):
+        assert found(curve("critic/score/mean", values, "critic/score/min", [-1.0] * 6), 6) == fired
+
+
 def test_a_critics_advantages_and_a_sample_alone_have_no_groups():
     zero = {3: {"critic/advantages/min": 0.0, "critic/advantages/max": 0.0}}
     assert found(zero, METHOD="ppo") == [] == found(zero, ROLLOUT_N=1)
@@ -331,8 +338,8 @@ def test_what_changes_slowly_is_held_against_the_start_of_the_whole_training():
         "hollow": curve("critic/score/mean", [0.1 + 0.3 * share for share in slowly], "answers/right", [0.05] * 201),
         "fall": curve("critic/score/mean", [0.5 * 8**-share for share in slowly]),
     }
-    for rule, metrics in rules.items():
-        fired = [step for name, step in found(metrics, 201) if name == rule]
+    for rule, rows in rules.items():
+        fired = [step for name, step in found(rows, 201) if name == rule]
         assert fired and fired == [*range(fired[0], 202)] and fired[0] > 60, rule
 
 

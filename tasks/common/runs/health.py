@@ -254,13 +254,15 @@ def _no_reward(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
 
 
 def _fall(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
-    def low(each: dict) -> bool:
-        return each.get(key, best) < FALL * best
-
     key = "critic/score/mean"
-    best = max((each.get(key, 0.0) for each in before), default=0.0)
-    if s.METHOD != "distill" and 0 < best < math.inf and _for_steps(REWARD_STEPS, row, before, low):
-        fell = f"reward {row[key]:.3g}, for {REWARD_STEPS} steps below a quarter of the best step's {best:.3g}"
+    best = max((each.get(key, -math.inf) for each in before), default=-math.inf)
+    worst = min(0.0, *(each.get("critic/score/min", 0.0) for each in [*before, row]))  # a score may be negative
+    least = worst + FALL * (best - worst)
+    if s.METHOD == "distill" or not worst < best < math.inf:
+        return
+    if _for_steps(REWARD_STEPS, row, before, lambda each: each.get(key, best) < least):
+        where = f"{least:.3g}, the best step had {best:.3g}" if worst else f"a quarter of the best step's {best:.3g}"
+        fell = f"reward {row[key]:.3g}, for {REWARD_STEPS} steps below {where}"
         yield f"{fell}: the policy has unlearned; lower LR or set LR_WARMUP=3, and start again"
 
 
