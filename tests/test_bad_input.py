@@ -95,7 +95,7 @@ def test_a_reward_that_cannot_be_loaded_is_named_before_anything_starts(variable
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("A = missing", r"cannot be loaded: NameError: name 'missing' is not defined \(tasks/unsafe/reward.py:1, in <mod"),
+        ("A = missing", r"loaded: NameError: name 'missing' is not defined \(tasks/unsafe/reward.py:1, in <module>"),
         ("def compute_score(*a): return 1.0", "compute_score has no decorator; write @reward_function above it"),
     ],
 )

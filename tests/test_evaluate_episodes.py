@@ -110,7 +110,6 @@ def test_a_chat_that_the_template_refuses_is_named_before_an_engine_starts(small
         check_chat(job, plain)
 
 
-
 def asked(model: Path) -> list[list]:
     return [json.loads(line) for line in (model / "asked.jsonl").read_text().splitlines()]
 

@@ -89,8 +89,8 @@ raise SystemExit(3)
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        (["[rank0]:   File x", "[rank0]: IndexError: index out of range"], "IndexError: index out of range\n  |   File x"),
-        (["ValueError: no such kind", "verl_tasks.errors.SettingsError: MODEL=m: vLLM: no"], "MODEL=m: vLLM: no\n  log:"),
+        (["[rank0]:   File x", "[rank0]: IndexError: out of range"], "IndexError: out of range\n  |   File x"),
+        (["ValueError: no kind", "verl_tasks.errors.SettingsError: MODEL=m: vLLM: no"], "MODEL=m: vLLM: no\n  log:"),
     ],
 )
 def test_torchs_prefix_hides_no_error_and_one_of_ours_needs_no_traceback(lines, said, tmp_path):

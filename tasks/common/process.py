@@ -113,8 +113,8 @@ def _out_of_memory(text: str) -> bool:
 
 
 def report(log: Path, status: str, told: str = "") -> str:
-    """Why a process failed: what Ray or the disk says of it, the error that it ``told``, one of ours in its ``log``, the
-    first one there, or its ``status``; then the lines of the log before that, which one of ours does not need."""
+    """Why a process failed: what Ray or the disk says of it, the error that it ``told``, one of ours in its ``log``,
+    the first one there, or its ``status``; then the lines of the log before that, which one of ours does not need."""
     text = log.read_text(errors="replace") if log.exists() else ""
     lines = [_PREFIX.sub("", _ANSI.sub("", line)).rstrip() for line in text.splitlines()]
     lines = [line for line in lines if not _NOISE.match(line)]

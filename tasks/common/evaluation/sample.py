@@ -192,7 +192,8 @@ def check_chat(job: Job, requests: list[Request]) -> None:
         try:
             largest = max(prompt_ids(tokenizer, request.messages, request.tools))
         except ValueError as error:
-            raise DataError(f"{where}: {one_line(str(error), 300)}; take another MODEL, or change the prompts") from error
+            fix = "take another MODEL, or change the prompts"
+            raise DataError(f"{where}: {one_line(str(error), 300)}; {fix}") from error
         if shapes and largest >= shapes.vocabulary:
             what = f"token {largest} of its tokenizer, and its weights know {shapes.vocabulary}"
             raise DataError(f"{where}: {what}; take the tokenizer that belongs to the weights")
