@@ -53,6 +53,17 @@ def test_a_whole_model_is_copied_with_a_card_that_its_validator_reads(s, run_dir
     assert str(tmp_path) not in everything and str(Path.home()) not in everything and TOKEN not in everything
 
 
+def test_sampling_of_the_base_model_that_differs_from_the_evaluations_is_said(s, run_dir, small_model, tmp_path):
+    (source := tmp_path / "checkpoint").mkdir()
+    for file in small_model.iterdir():
+        (source / file.name).write_bytes(file.read_bytes())
+    assert "generation_config" not in export.export(s, command(tmp_path / "a"), run_dir, str(source))
+    own = {"temperature": 0.7, "top_k": 20, "top_p": s.TOP_P, "min_p": None, "repetition_penalty": 1.1}
+    (source / "generation_config.json").write_text(json.dumps(own))
+    said = export.export(s, command(tmp_path / "b"), run_dir, str(source))
+    assert "has the base model's temperature=0.7, top_k=20, repetition_penalty=1.1, by which others" in said
+
+
 def test_an_adapter_names_its_base_as_others_find_it(s, run_dir, tmp_path):
     (adapter := tmp_path / "adapter").mkdir()
     config = {"base_model_name_or_path": "/data/models/Base-7B", "r": 8, "target_modules": ["q_proj"]}

@@ -14,6 +14,7 @@ from verl_tasks.models.merge import base_of, is_adapter
 from verl_tasks.reports import run_report
 from verl_tasks.reports.overview import evaluations
 from verl_tasks.reports.run_report import Section, Table
+from verl_tasks.rewards.answers import number
 from verl_tasks.runs import launches
 from verl_tasks.runs.run import Run
 from verl_tasks.runs.secrets import masked
@@ -90,6 +91,9 @@ def export(s: Settings, command: Command, run_dir: Path, model: str) -> str:
         for name, text in written.items():
             write_text(partial / name, text)
     said = [f"written: {output}"]
+    if others := other_sampling(output, s):
+        ours = f"temperature={s.EVAL_TEMPERATURE:g}, top_p={s.TOP_P:g}"
+        said.append(f"its generation_config.json has the base model's {others}, by which others sample it; here {ours}")
     if is_adapter(source) and "/" not in base:
         said.append(f"its base model {base} is a folder of this machine: others need its hub id, BASE=owner/name")
     if "license: unknown" in written["README.md"]:
@@ -97,6 +101,15 @@ def export(s: Settings, command: Command, run_dir: Path, model: str) -> str:
     if command.PUSH:
         said.append(push(output, command.PUSH))
     return "\n  ".join(said)
+
+
+def other_sampling(folder: Path, s: Settings) -> str:
+    """What generation_config.json says of sampling that was not so in our evaluations, in words; transformers and vLLM
+    follow it where a user gives nothing."""
+    found = read_json(folder / "generation_config.json")
+    ours = {"temperature": s.EVAL_TEMPERATURE, "top_p": s.TOP_P, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
+    differs = {name: number(found[name]) for name, value in ours.items() if found.get(name) not in (None, value)}
+    return ", ".join(f"{name}={value:g}" for name, value in differs.items() if value is not None)
 
 
 def card(s: Settings, run_dir: Path, name: str, base: str, licence_id: str, adapter: bool) -> dict[str, str]:
