@@ -12,6 +12,8 @@ from itertools import chain
 import pytest
 import torch
 
+from tests.benchmarks.prompts_once import ROWS as BENCHMARKED
+from tests.benchmarks.prompts_once import attention, positions, seen
 from tests.helpers import ROOT
 
 CASES = ("", ", no gradient of some", ", ratios", ", fixed")
@@ -74,29 +76,6 @@ ROWS = {
 }
 
 
-def positions(row: list[tuple[int, list[int]]]) -> torch.Tensor:
-    parts = [
-        torch.arange(prompt + n) if not number else torch.arange(prompt, prompt + n)
-        for prompt, responses in row
-        for number, n in enumerate(responses)
-    ]
-    return torch.cat(parts)[None]
-
-
-def seen(row: list[tuple[int, list[int]]]) -> torch.Tensor:
-    """(tokens, tokens): which a token sees, written down from the groups."""
-    marks = [
-        mark for group, (prompt, responses) in enumerate(row) for mark in
-        [(group, -1)] * prompt + [(group, number) for number, n in enumerate(responses) for _ in range(n)]
-    ]  # fmt: skip
-    return torch.tensor(
-        [
-            [b <= a and marks[b][0] == marks[a][0] and marks[b][1] in (-1, marks[a][1]) for b in range(len(marks))]
-            for a in range(len(marks))
-        ]
-    )
-
-
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)])
 @pytest.mark.parametrize("scale", [None, 0.7])
@@ -120,9 +99,9 @@ def test_a_response_sees_its_prompt_and_itself(once, name, heads, scale):
         return attend(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True).transpose(1, 2)
 
     results = []
-    for attention in (ours, by_mask):
+    for function in (ours, by_mask):
         leaves = [x.clone().requires_grad_() for x in inputs]
-        out = attention(*leaves)
+        out = function(*leaves)
         results.append([out.detach(), *torch.autograd.grad((out * wanted).sum(), leaves)])
     for mine, right in zip(*results, strict=True):
         assert mine.shape == right.shape and torch.allclose(mine, right, atol=1e-10)
@@ -176,6 +155,13 @@ def test_the_calls_fit_the_operators_of_torch(monkeypatch):
         gradients = torch.autograd.grad(out.sum(), (query, key, value))
     assert out.shape == query.shape
     assert [g.shape for g in gradients] == [query.shape, key.shape, value.shape]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("row", BENCHMARKED)
+def test_the_kernel_is_as_near_to_float32_as_a_mask_is(row):
+    found = attention(BENCHMARKED[row], "cuda", torch.bfloat16)
+    assert max(found.values()) <= 1.5 * found["sdpa"]
 
 
 # ---- micro-batches and rows

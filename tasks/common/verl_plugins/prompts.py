@@ -1,6 +1,7 @@
 """What computing a prompt once has in common on a CPU (cpu/shared_prompts.py) and on GPUs (prompts_once.py)."""
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from tensordict import TensorDict
@@ -11,7 +12,7 @@ def groups(prompts: torch.Tensor) -> list[list[int]]:
     """The rows of each prompt of ``prompts``, a nested tensor of ids; in the order of their first rows."""
     ids, offsets = prompts.values().tolist(), prompts.offsets().tolist()
     found: dict[tuple, list[int]] = {}
-    for row, (begin, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
+    for row, (begin, end) in enumerate(pairwise(offsets)):
         found.setdefault(tuple(ids[begin:end]), []).append(row)
     return [*found.values()]
 
