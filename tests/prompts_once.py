@@ -17,7 +17,7 @@ from verl.workers.config import FSDPActorConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from tests.sequence_parallel import VOCABULARY, model
-from verl_tasks.stacks import PROMPTS_ONCE
+from verl_tasks.machine.memory import PROMPTS_ONCE
 from verl_tasks.verl_plugins import on_policy, one_update, parity, prompts_once, zero_advantage
 
 # Of each process, in no order: groups of several sizes, a prompt of one token, two prompts that differ in the last.

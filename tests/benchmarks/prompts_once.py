@@ -200,7 +200,8 @@ class Engine:
     def __init__(self, folder: Path, tiny: bool):
         from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-        from verl_tasks.stacks import PROMPTS_ONCE, current
+        from verl_tasks.machine.memory import PROMPTS_ONCE
+        from verl_tasks.stacks import current
         from verl_tasks.verl_plugins import parity
 
         # Where it is installed, a training with a plain model has it.

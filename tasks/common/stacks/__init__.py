@@ -2,6 +2,3 @@
 WHOLE_RESPONSES = (
     "+actor_rollout_ref.rollout.engine_kwargs.vllm.scheduler_cls=verl_tasks.verl_plugins.whole_responses.WholeResponses"
 )
-
-# The attention of the pass that computes each prompt once for all of its responses (verl_plugins/prompts_once.py).
-PROMPTS_ONCE = "varlen_once"

@@ -24,7 +24,6 @@ from verl_tasks.models.merge import base_model
 from verl_tasks.places import PACKAGE, PYTHON_PATH
 from verl_tasks.process import die_with_parent
 from verl_tasks.settings import Settings, artifacts, stack
-from verl_tasks.stacks import PROMPTS_ONCE
 from verl_tasks.text import one_line
 
 PROGRAM = "verl_tasks.verl_plugins.parity"
@@ -64,7 +63,7 @@ class Pass:
 def best(s: Settings) -> Pass | None:
     """The stack's best pass, whatever MODEL is; None where the stack has none to choose. A prompt is computed once
     only where that was compared."""
-    return next((Pass(**known) for known in paths(s).values() if known["attention"] != PROMPTS_ONCE), None)
+    return next((Pass(**known) for known in paths(s).values() if known["attention"] != memory.PROMPTS_ONCE), None)
 
 
 def decided(s: Settings) -> Pass | None:

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 from itertools import chain
 
+from verl_tasks.machine.memory import PROMPTS_ONCE
 from verl_tasks.settings import SettingsError, batch_problems, token_problems
-from verl_tasks.stacks import PROMPTS_ONCE
 
 COUNTS = [f"data.{name}" for name in ("train_batch_size", "max_prompt_length", "max_response_length")]
 COUNTS += [f"actor_rollout_ref.rollout.{name}" for name in ("n", "prompt_length", "response_length")]

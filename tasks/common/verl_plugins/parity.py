@@ -39,9 +39,8 @@ from verl.workers.config.optimizer import FSDPOptimizerConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 from verl.workers.utils.losses import sft_loss
 
-from verl_tasks.machine.memory import plain
+from verl_tasks.machine.memory import PROMPTS_ONCE, plain
 from verl_tasks.models.small import small
-from verl_tasks.stacks import PROMPTS_ONCE
 from verl_tasks.text import one_line
 from verl_tasks.verl_plugins import interpreted, varlen_attention, varlen_once
 from verl_tasks.verl_plugins.reference_attention import reference_backward, reference_forward, reference_kernel

@@ -22,8 +22,7 @@ from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
 import verl_tasks.verl_plugins.varlen_once  # noqa: F401  (the attention)
-from verl_tasks.machine.memory import plain
-from verl_tasks.stacks import PROMPTS_ONCE
+from verl_tasks.machine.memory import PROMPTS_ONCE, plain
 from verl_tasks.verl_plugins.expect import expect
 from verl_tasks.verl_plugins.prompts import groups, outputs
 
@@ -189,14 +188,14 @@ def prepare_model_inputs(self, micro_batch: TensorDict):
         return output
 
     hook = self.module.get_decoder().register_forward_hook(predicting)
-    return inputs, arguments | {"packed": packed, "hook": hook}
+    return inputs, arguments | {MARK: (packed, hook)}
 
 
 def prepare_model_outputs(self, output, output_args, micro_batch: TensorDict, logits_processor_func):
-    if "packed" not in output_args:
+    if MARK not in output_args:
         return _prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func)
-    packed = output_args["packed"]
-    output_args["hook"].remove()
+    packed, hook = output_args[MARK]
+    hook.remove()
     verls = partial(_prepare_model_outputs, self, output, output_args, logits_processor_func=logits_processor_func)
     labels = output_args["input_ids_rmpad_rolled"]
     return outputs(lambda predicted: verls(micro_batch=predicted), micro_batch, labels, packed.counts, packed.sources)

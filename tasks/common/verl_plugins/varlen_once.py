@@ -13,7 +13,7 @@ import torch
 from transformers import AttentionInterface
 from verl.utils.ulysses import get_ulysses_sequence_parallel_world_size
 
-from verl_tasks.stacks import PROMPTS_ONCE
+from verl_tasks.machine.memory import PROMPTS_ONCE
 from verl_tasks.verl_plugins.varlen_attention import varlen
 
 

@@ -6,8 +6,9 @@ How to install: docs/INSTALLATION.md. What makes it fast, measured: docs/GPU.md.
 import os
 
 from verl_tasks.machine import cluster
+from verl_tasks.machine.memory import PROMPTS_ONCE
 from verl_tasks.settings import Settings
-from verl_tasks.stacks import PROMPTS_ONCE, WHOLE_RESPONSES
+from verl_tasks.stacks import WHOLE_RESPONSES
 
 VERL = "0.9.1"
 
