@@ -74,7 +74,7 @@ def computed(made, path: dict, **options) -> dict:
     config = FSDPActorConfig(strategy="fsdp2", rollout_n=2, ppo_micro_batch_size_per_gpu=2, **own)
     with made.train_mode():
         metrics = made.forward_backward_batch(batch(path, rank, **options), partial(on_policy.ppo_loss, config))
-        gradients = torch.cat([parity.whole(p.grad).flatten() for p in made.module.parameters()])
+        gradients = torch.cat([parity.whole(p.grad).flatten() for p in made.module.parameters() if p.requires_grad])
     whole.remove()
     return {
         "values": torch.cat(predicted),
@@ -86,33 +86,38 @@ def computed(made, path: dict, **options) -> dict:
     }
 
 
+CASES = {
+    "logits": (False, 0, {"temperatures": torch.linspace(0.5, 2, len(PROMPTS))}),
+    "fused": (True, 0, {}),
+    "fused, no gradient of some": (True, 0, {zero_advantage.ALLOWED: True}),
+    "fused, ratios": (True, 0, {one_update.ON_POLICY: False}),
+    "fused, fixed": (True, 0, {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 4}),
+    "fused, LoRA": (True, 4, {}),
+}  # a fused head, the rank of an adapter, the batch
+
+
 def compared(folder: Path) -> Iterator[tuple[str, dict]]:
-    for fused in (False, True):  # verl gives fused heads to the class
+    engines = {}
+    for case, (fused, lora, options) in CASES.items():  # verl gives fused heads to the class
         path = {"attention": "varlen", "packed": True, "fused": fused}
-        ways = [
-            parity.engine(FSDPEngineWithLMHead, folder, path | {"attention": name}) for name in ("varlen", PROMPTS_ONCE)
-        ]
-        cases = {
-            "": {},
-            ", no gradient of some": {zero_advantage.ALLOWED: True},
-            ", ratios": {one_update.ON_POLICY: False},
-            ", fixed": {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 4},
-        }
-        if not fused:
-            cases[", a temperature a row"] = {"temperatures": torch.linspace(0.5, 2, len(PROMPTS))}
-        for case, options in cases.items():
-            theirs, ours = (computed(made, path, **{one_update.ON_POLICY: True} | options) for made in ways)
-            yield (
-                ("fused" if fused else "logits") + case,
-                {
-                    "values": float((ours["values"] - theirs["values"]).abs().max()),
-                    "gradients": float((ours["gradients"] - theirs["gradients"]).norm() / theirs["gradients"].norm()),
-                    "loss": abs(ours["loss"] - theirs["loss"]),
-                    "passed": [theirs["passed"], ours["passed"]],
-                    "nested": ours["lengths"],
-                },
-            )
-        assert not prompts_once.applies(ways[0], batch(path, 0)) and prompts_once.applies(ways[1], batch(path, 0))
+        if (fused, lora) not in engines:
+            engines[fused, lora] = [
+                parity.engine(FSDPEngineWithLMHead, folder, path | {"attention": name}, rank=lora)
+                for name in ("varlen", PROMPTS_ONCE)
+            ]
+        ways = engines[fused, lora]
+        assert [prompts_once.applies(made, batch(path, 0)) for made in ways] == [False, True]
+        theirs, ours = (computed(made, path, **{one_update.ON_POLICY: True} | options) for made in ways)
+        yield (
+            case,
+            {
+                "values": float((ours["values"] - theirs["values"]).abs().max()),
+                "gradients": float((ours["gradients"] - theirs["gradients"]).norm() / theirs["gradients"].norm()),
+                "loss": abs(ours["loss"] - theirs["loss"]),
+                "passed": [theirs["passed"], ours["passed"]],
+                "nested": ours["lengths"],
+            },
+        )
 
 
 def main() -> None:

@@ -16,8 +16,7 @@ from tests.benchmarks.prompts_once import ROWS as BENCHMARKED
 from tests.benchmarks.prompts_once import attention, positions, seen
 from tests.helpers import ROOT
 
-CASES = ("", ", no gradient of some", ", ratios", ", fixed")
-CASES = [f"{head}{case}" for head in ("logits", "fused") for case in CASES] + ["logits, a temperature a row"]
+CASES = ("logits", "fused", "fused, no gradient of some", "fused, ratios", "fused, fixed", "fused, LoRA")
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two processes"])
