@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from tests.helpers import ROOT
 from verl_tasks.launch import doctor
@@ -203,6 +204,14 @@ def test_the_kernels_of_liger_are_in_all_models_where_they_agree(settings, agree
     assert warm_up["use_liger"] == bool(agrees)
     off = verl_config.rl_config(s, ["actor_rollout_ref.model.use_liger=False"])
     assert not off.actor_rollout_ref.model.use_liger and not off.critic.model.use_liger
+
+
+def test_a_prompt_is_computed_once_where_that_was_compared_and_not_turned_off(settings):
+    s, key = settings(), f"{MODEL}.override_config.attn_implementation"
+    assert parity.decided(s).attention == "varlen"
+    write(s, paths={ONCE: result(True)}, noise={})
+    for given, taken in (([], memory.PROMPTS_ONCE), ([f"{key}=varlen"], "varlen")):
+        assert OmegaConf.select(verl_config.rl_config(s, given), key) == taken
 
 
 @pytest.mark.parametrize("stack", ["cpu", "a100"])
