@@ -70,7 +70,7 @@ def applies(engine: FSDPEngineWithLMHead, data: TensorDict) -> bool:
 
 
 def forward_backward_batch(self, data: TensorDict, loss_function, forward_only=False):
-    tensordict_utils.assign_non_tensor(data, **{MARK: applies(self, data)})
+    tensordict_utils.assign_non_tensor(data, prompts_once=applies(self, data))  # MARK
     return _forward_backward_batch(self, data, loss_function, forward_only)
 
 
