@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from tests.helpers import ROOT
 from verl_tasks.launch import doctor
@@ -19,6 +20,7 @@ from verl_tasks.stacks import current
 from verl_tasks.training import parity, verl_config
 
 MODEL = "actor_rollout_ref.model"
+ONCE = "packed, prompts once, fused head"
 
 
 @pytest.fixture
@@ -49,7 +51,7 @@ def result(agrees: bool, **more) -> dict:
 def test_each_family_takes_the_first_pass_that_is_right(tmp_path):
     """Real comparisons: a head of its own, scaled logits, recurrent layers, soft caps, sinks, dropout."""
     wanted = {
-        "qwen2 (2.5 7B+": "packed, fused head",
+        "qwen2 (2.5 7B+": ONCE,
         "granite (3.x)": "packed",
         "phimoe": "packed",
         "lfm2": "padded, sdpa",
@@ -124,7 +126,7 @@ def test_kernels_of_liger_are_left_out_where_they_are_missing_or_differ_or_raise
     assert child.returncode == 0, child.stderr[-2000:]
     found = json.loads(child.stdout)
     passes = {name: [p for p, each in one["paths"].items() if each["agrees"]] for name, one in found.items()}
-    right = {name: ["packed, fused head"] for name in ("missing", "differ", "raise", "agree")}
+    right = {name: [ONCE] for name in ("missing", "differ", "raise", "agree")}
     assert passes == right | {"none": ["packed"]}
     liger = {name: one["liger"] for name, one in found.items()}
     assert [name for name, one in liger.items() if one["agrees"]] == ["agree"]
@@ -162,7 +164,10 @@ def test_what_cannot_be_compared_is_said(settings):
     assert finding.state == "warning" and "not compared" in finding.text and "nothing_known" in finding.text
 
 
-@pytest.mark.parametrize(("name", "state"), [("packed, fused head", "ok"), ("packed", "warning"), ("", "error")])
+@pytest.mark.parametrize(
+    ("name", "state"),
+    [(ONCE, "ok"), ("packed, fused head", "warning"), ("packed", "warning"), ("", "error")],
+)
 def test_the_finding_names_the_pass_that_is_taken(settings, name, state):
     paths = {}
     for path in current.PATHS:
@@ -199,6 +204,14 @@ def test_the_kernels_of_liger_are_in_all_models_where_they_agree(settings, agree
     assert warm_up["use_liger"] == bool(agrees)
     off = verl_config.rl_config(s, ["actor_rollout_ref.model.use_liger=False"])
     assert not off.actor_rollout_ref.model.use_liger and not off.critic.model.use_liger
+
+
+def test_a_prompt_is_computed_once_where_that_was_compared_and_not_turned_off(settings):
+    s, key = settings(), f"{MODEL}.override_config.attn_implementation"
+    assert parity.decided(s).attention == "varlen"
+    write(s, paths={ONCE: result(True)}, noise={})
+    for given, taken in (([], memory.PROMPTS_ONCE), ([f"{key}=varlen"], "varlen")):
+        assert OmegaConf.select(verl_config.rl_config(s, given), key) == taken
 
 
 @pytest.mark.parametrize("stack", ["cpu", "a100"])

@@ -24,7 +24,7 @@ WHEELS = {
 NEWER = ["patches", "own_sockets", "on_policy", "trainer", "egpo", "keep_best", "dynamic_sampling", "certify"]
 NEWER += ["whole_responses", "nested", "head", "waits", "sft_steps", "value_head", "own_code", "distilled"]
 NEWER += ["gpu_worker", "parity", "varlen_attention", "async_trainer", "staleness", "admitted"]
-NEWER += ["separate_trainer", "broadcast", "zero_advantage"]
+NEWER += ["separate_trainer", "broadcast", "zero_advantage", "prompts_once", "prompts", "varlen_once"]
 FILES = {path for folder in ("tasks", "tests/benchmarks") for path in (ROOT / folder).rglob("*.py")}
 FILES -= {path for path in FILES if path.name.startswith("test_")}
 PLUGINS = ROOT / "tasks/common/verl_plugins"
@@ -34,6 +34,7 @@ OF_CURRENT = {PLUGINS / f"{name}.py" for name in NEWER}
 OF_CURRENT.add(ROOT / "tests/benchmarks/attack_libraries.py")  # rewards that 0.6.1 lacks
 OF_CURRENT.add(ROOT / "tests/benchmarks/trl_grpo.py")  # TRL 1.16
 OF_CURRENT.add(ROOT / "tests/benchmarks/whole_responses.py")
+OF_CURRENT.add(ROOT / "tests/benchmarks/prompts_once.py")
 ENGINE = "vllm.v1.engine.llm_engine.LLMEngine"
 KNOWN = Known(
     instances={"self.llm": "vllm.LLM", "self.llm.llm_engine": ENGINE, "engine": ENGINE, "trainer": "trl.DPOTrainer"},

@@ -31,6 +31,7 @@ EMBEDDED_CONFIG = {
     "max_position_embeddings": 8192,
 }
 PLAIN = ("llama", "qwen2", "qwen3")
+PROMPTS_ONCE = "varlen_once"  # the attention of a pass of such a model with each prompt once (verl_plugins)
 # Bytes per logit in the update without fused kernels, where the model computes in numbers of 2 or 4 bytes: the logits,
 # their copy without padding, its log-softmax and the gradients of both (prepare_model_outputs in
 # verl/workers/engine/fsdp/transformer_impl.py); in float32 there is no copy.

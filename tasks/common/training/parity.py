@@ -29,7 +29,8 @@ from verl_tasks.text import one_line
 PROGRAM = "verl_tasks.verl_plugins.parity"
 SECONDS = 300  # it takes 20
 SOURCES = ("verl_plugins/parity.py", "verl_plugins/head.py", "models/small.py", "verl_plugins/varlen_attention.py")
-SOURCES += ("verl_plugins/interpreted.py", "verl_plugins/reference_attention.py")
+SOURCES += ("verl_plugins/interpreted.py", "verl_plugins/reference_attention.py", "verl_plugins/varlen_once.py")
+SOURCES += ("verl_plugins/prompts_once.py", "verl_plugins/prompts.py")
 PACKAGES = ("verl", "transformers", "torch", "triton", "liger-kernel")
 # On a CPU, whatever stack is played.
 MODULES = "verl_tasks.verl_plugins.cpu.verl_platform,verl_tasks.verl_plugins.patches"
@@ -60,8 +61,9 @@ class Pass:
 
 
 def best(s: Settings) -> Pass | None:
-    """The stack's best pass, whatever MODEL is; None where the stack has none to choose."""
-    return next((Pass(**known) for known in paths(s).values()), None)
+    """The stack's best pass, whatever MODEL is; None where the stack has none to choose. A prompt is computed once
+    only where that was compared."""
+    return next((Pass(**known) for known in paths(s).values() if known["attention"] != memory.PROMPTS_ONCE), None)
 
 
 def decided(s: Settings) -> Pass | None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from itertools import chain
 
+from verl_tasks.machine.memory import PROMPTS_ONCE
 from verl_tasks.settings import SettingsError, batch_problems, token_problems
 
 COUNTS = [f"data.{name}" for name in ("train_batch_size", "max_prompt_length", "max_response_length")]
@@ -91,7 +92,7 @@ def _apart(config) -> Iterator[str]:
             yield f"{key}={shared}: is for sequences without padding; leave use_remove_padding on"
         # Only around these kernels the whole sequence is gathered; another attends within each slice, silently.
         attention = (model.get("override_config") or {}).get("attn_implementation", "flash_attention_2")
-        if attention not in ("varlen", "flash_attention_2"):
+        if attention not in ("varlen", PROMPTS_ONCE, "flash_attention_2"):
             yield f"{key}={shared}: attn_implementation={attention} does not share a sequence; leave that out"
 
 

@@ -39,12 +39,14 @@ from verl.workers.config.optimizer import FSDPOptimizerConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 from verl.workers.utils.losses import sft_loss
 
+from verl_tasks.machine.memory import PROMPTS_ONCE, plain
 from verl_tasks.models.small import small
 from verl_tasks.text import one_line
-from verl_tasks.verl_plugins import interpreted, varlen_attention
-from verl_tasks.verl_plugins.reference_attention import reference_kernel
+from verl_tasks.verl_plugins import interpreted, varlen_attention, varlen_once
+from verl_tasks.verl_plugins.reference_attention import reference_backward, reference_forward, reference_kernel
 
 LENGTHS = (7, 13, 2, 16, 31, 5, 20, 9)
+PROMPTS = (3, 1, 1, 3, 3, 1, 4, 3)  # tokens of them; those of the same length are the same
 VOCABULARY, SPECIAL = 128, 32  # special tokens are among the last
 TEMPERATURE = 0.7
 TOKENS = 64  # of a pass: more than one
@@ -80,21 +82,36 @@ def noise(config) -> dict[str, float]:
 
 def sequences() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, VOCABULARY - SPECIAL, (length,), generator=generator) for length in LENGTHS]
+    drawn = [torch.randint(3, VOCABULARY - SPECIAL, (length,), generator=generator) for length in LENGTHS]
+    return [
+        torch.cat([drawn[PROMPTS.index(prompt)][:prompt], row[prompt:]])
+        for row, prompt in zip(drawn, PROMPTS, strict=True)
+    ]
 
 
-def batch(rows: list[torch.Tensor], path: dict, tokens: int = TOKENS, temperature: float = TEMPERATURE) -> TensorDict:
-    """The sequences ``rows`` as verl's engine takes them, up to ``tokens`` of them in a pass."""
+def batch(
+    rows: list[torch.Tensor],
+    path: dict,
+    tokens: int = TOKENS,
+    temperature: float = TEMPERATURE,
+    prompts: tuple[int, ...] | None = None,
+) -> TensorDict:
+    """The sequences ``rows`` as verl's engine takes them, up to ``tokens`` of them in a pass; ``prompts``: how many
+    tokens of each the others are predicted from."""
     nested = partial(torch.nested.as_nested_tensor, layout=torch.jagged)
     data = TensorDict(
         {
             "input_ids": nested(rows),
             "position_ids": nested([torch.arange(len(row)) for row in rows]),
             # The first token, which the token before would predict, is another sequence's.
-            "loss_mask": nested([(torch.arange(len(row)) > 0).float() for row in rows]),
+            "loss_mask": nested(
+                [(torch.arange(len(r)) >= n).float() for r, n in zip(rows, prompts or [1] * len(rows), strict=True)]
+            ),
         },
         batch_size=len(rows),
     )
+    if prompts:
+        data["prompts"] = nested([row[:prompt] for row, prompt in zip(rows, prompts, strict=True)])
     tensordict_utils.assign_non_tensor(
         data,
         use_remove_padding=path["packed"],
@@ -150,8 +167,8 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def of_engine(folder: Path, path: dict) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Log-probs of every token but each sequence's first, and the gradient of verl's SFT loss by parameter."""
-    made, data = engine(FSDPEngineWithLMHead, folder, path), batch(sequences(), path)
+    """Log-probs of every token after a prompt, and the gradient of verl's SFT loss by parameter."""
+    made, data = engine(FSDPEngineWithLMHead, folder, path), batch(sequences(), path, prompts=PROMPTS)
     # As a reference model: made where the first has patched transformers' module.
     reference = engine(FSDPEngineWithLMHead, folder, path)
     with reference.eval_mode():
@@ -159,7 +176,8 @@ def of_engine(folder: Path, path: dict) -> tuple[torch.Tensor, dict[str, torch.T
     with made.train_mode():
         made.forward_backward_batch(data, partial(sft_loss, None))
         found = {n: whole(p.grad).clone() for n, p in made.module.named_parameters() if p.grad is not None}
-    return torch.cat([row[:-1] for row in log_probs.unbind()]).float(), found
+    rows = zip(log_probs.unbind(), PROMPTS, strict=True)
+    return torch.cat([row[prompt - 1 : -1] for row, prompt in rows]).float(), found
 
 
 def of_plain(folder: Path) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -168,9 +186,9 @@ def of_plain(folder: Path) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     kind = get_hf_auto_model_class(config)
     model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").train()
     found = []
-    for row in sequences():
-        logits = model(input_ids=row[None], use_cache=False).logits[0, :-1].float() / TEMPERATURE
-        found.append(logits.log_softmax(-1).gather(-1, row[1:, None])[:, 0])
+    for row, prompt in zip(sequences(), PROMPTS, strict=True):
+        logits = model(input_ids=row[None], use_cache=False).logits[0, prompt - 1 : -1].float() / TEMPERATURE
+        found.append(logits.log_softmax(-1).gather(-1, row[prompt:, None])[:, 0])
     log_probs = torch.cat(found)
     (-log_probs.mean()).backward()
     return log_probs.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -269,6 +287,8 @@ def compared(values: dict, paths: dict[str, dict], critic: bool, liger: bool = F
                 "refused": f"METHOD=ppo needs a critic, and transformers has no token classifier of {config.model_type}"
             }
         for path in paths:
+            if paths[path]["attention"] == PROMPTS_ONCE and not plain(values):
+                continue  # it would be the next one (prompts_once.py)
             result = tried(folder, paths[path], right, critic)
             found[path] = result | {"agrees": agrees(result)}
             if agrees(result):
@@ -290,10 +310,16 @@ def start() -> None:
     """A process group of this process alone, the reference kernel, and what triton's interpreter lacks."""
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     torch.set_num_threads(1)
-    varlen_attention.varlen_attn = reference_kernel
+    take_references()
     with contextlib.suppress(ImportError):  # without triton liger-kernel is not imported either, which is said
         interpreted.complete()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def take_references() -> None:
+    """References in place of the GPU's attention kernels."""
+    varlen_attention.varlen_attn = reference_kernel
+    varlen_once.flash_forward, varlen_once.flash_backward = reference_forward, reference_backward
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ import verl_tasks.verl_plugins.equal_rewards
 import verl_tasks.verl_plugins.head
 import verl_tasks.verl_plugins.nested
 import verl_tasks.verl_plugins.own_code
+import verl_tasks.verl_plugins.prompts_once
 import verl_tasks.verl_plugins.value_head
 import verl_tasks.verl_plugins.waits
 import verl_tasks.verl_plugins.whitened

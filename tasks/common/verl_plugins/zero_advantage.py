@@ -14,6 +14,7 @@ from verl.utils.tensordict_utils import get_non_tensor_data
 from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
+import verl_tasks.verl_plugins.prompts_once  # noqa: F401  (its micro-batches are those that are made here of each part)
 from verl_tasks.verl_plugins.expect import expect
 
 ALLOWED = "zero_advantage"  # marks a batch for the actor

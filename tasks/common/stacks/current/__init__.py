@@ -6,6 +6,7 @@ How to install: docs/INSTALLATION.md. What makes it fast, measured: docs/GPU.md.
 import os
 
 from verl_tasks.machine import cluster
+from verl_tasks.machine.memory import PROMPTS_ONCE
 from verl_tasks.settings import Settings
 from verl_tasks.stacks import WHOLE_RESPONSES
 
@@ -22,8 +23,10 @@ LAUNCHER = ["verl_tasks.verl_plugins.forked", "vllm.v1.worker.gpu_worker"]
 
 # How sequences pass through a model, best first; training/parity.py takes the first that is right for MODEL. A fused
 # head takes log-probs and entropy from the hidden states. Without flash-attn verl takes them from the logits, a few
-# kernels for each token (verl/utils/torch_functional.py, logprobs_from_logits_v2).
+# kernels for each token (verl/utils/torch_functional.py, logprobs_from_logits_v2). Of a plain model each prompt is
+# computed once for all of its responses in a pass.
 PATHS = {
+    "packed, prompts once, fused head": {"attention": PROMPTS_ONCE, "packed": True, "fused": True},
     "packed, fused head": {"attention": "varlen", "packed": True, "fused": True},
     "packed": {"attention": "varlen", "packed": True, "fused": False},
     "padded, sdpa": {"attention": "sdpa", "packed": False, "fused": False},

@@ -17,6 +17,7 @@ from verl.workers.engine.fsdp import transformer_impl
 
 from verl_tasks.machine.memory import operations, plain, shapes
 from verl_tasks.verl_plugins.expect import expect
+from verl_tasks.verl_plugins.prompts import groups, outputs
 
 expect(
     transformer_impl.FSDPEngineWithLMHead.prepare_model_outputs,
@@ -104,11 +105,7 @@ def of_micro_batch(micro_batch: TensorDict, config: dict) -> Packed:
 
 def by_prompt(data: TensorDict) -> list[int]:
     """The order of the rows in which those of one prompt follow one another."""
-    first: dict[tuple, int] = {}
-    prompts = [tuple(prompt.tolist()) for prompt in data["prompts"].unbind()]
-    for number, prompt in enumerate(prompts):
-        first.setdefault(prompt, number)
-    return sorted(range(len(prompts)), key=lambda number: first[prompts[number]])
+    return [row for rows in groups(data["prompts"]) for row in rows]
 
 
 class SharedPrompts:
@@ -146,19 +143,12 @@ class SharedPrompts:
             return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
         packed = output_args["packed"]
         output_args["hook"].remove()
-        # verl's own way without padding, on the tokens that are predicted.
-        offsets = torch.cat([torch.zeros(1, dtype=torch.long), packed.counts.cumsum(0)])
-        labels = torch.nested.nested_tensor_from_jagged(output_args["input_ids_rmpad_rolled"], offsets)
-        predicted = micro_batch.copy()
-        predicted["input_ids"] = labels
-        tensordict_utils.assign_non_tensor(predicted, use_remove_padding=True)
-        found = super().prepare_model_outputs(output, output_args, predicted, logits_processor_func)
-        whole = micro_batch["input_ids"]
-        for name, values in found.items():
-            values = values.values()
-            full = values.new_zeros(len(whole.values()), *values.shape[1:]).index_copy(0, packed.sources, values)
-            found[name] = torch.nested.nested_tensor_from_jagged(full, whole.offsets())
-        return found
+        verls, labels = super().prepare_model_outputs, output_args["input_ids_rmpad_rolled"]
+
+        def of_predicted(predicted: TensorDict) -> dict:
+            return verls(output, output_args, predicted, logits_processor_func)
+
+        return outputs(of_predicted, micro_batch, labels, packed.counts, packed.sources)
 
     def _packs(self, micro_batch: TensorDict) -> bool:
         prompts = micro_batch.get("prompts")
