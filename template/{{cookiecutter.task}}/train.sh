@@ -3,7 +3,6 @@
 {%- endmacro %}
 {% set multi = cookiecutter.turns != "single" %}
 {% set generated = cookiecutter.source == "generate" %}
-{% set warmed = multi and generated and cookiecutter.lora != "yes" %}
 {% set pass_tokens = {"ppo": 1536, "distill": 2048}.get(cookiecutter.method, 4096) %}
 {% set small = {"tool_call": (256, 64)}.get(cookiecutter.reward, (128, 64)) %}
 {% if cookiecutter.source == "reasoning_gym" %}
@@ -37,7 +36,7 @@ default() { :; } # make reads these lines
 {% if multi and cookiecutter.method == "dapo" %}
 {{ line("TRUNCATED", "masked", "no loss of a cut-off episode; dapo's penalty is for single responses") }}
 {% endif %}
-{{ line("STEPS", 100, "training steps", 10 if warmed else 8) }}
+{{ line("STEPS", 100, "training steps", 8) }}
 {% if cookiecutter.lora == "yes" %}
 {{ line("LORA_RANK", 8, "an adapter; 0: full fine-tuning") }}
 {{ line("LORA_ALPHA", 16, "LoRA scale") }}
@@ -49,9 +48,7 @@ default() { :; } # make reads these lines
 {{ line("N_GPUS", cookiecutter.gpus, "of this machine", 1) }}
 {% endif %}
 {% if multi %}
-{% if warmed %}
-{{ line("LR", "1e-6", "learning rate of RL", "2e-5") }}
-{{ line("LR_WARMUP", 0, "steps in which it rises: Adam's first ones would unlearn the warm-up", 3) }}
+{% if generated and cookiecutter.lora != "yes" %}
 {{ line("SFT_STEPS", 64, "most steps of the warm-up", 32) }}
 {{ line("SFT_LOSS", 0, "nats of a whole demonstration that end it before: RL is to learn the rest", "2.5") }}
 {{ line("SFT_BATCH_SIZE", 64, "demonstrations a step", 8) }}
