@@ -82,7 +82,7 @@ def test_a_killed_run_and_one_that_was_ended_go_on_and_end_with_the_table(variab
         rollouts = [json.loads(line) for line in (file.parent / "rollouts.jsonl").read_text().splitlines()]
         assert len(rollouts) == 8 * (1 + int(SMALL["N"]))
         assert all(0 < r["entropy"] < 5.6 and 0 < r["tokens"] <= 48 for r in rollouts)  # ln 258 = 5.55
-    assert abandoned_shared_memory() <= before
+    until(lambda: abandoned_shared_memory() <= before)  # other tests kill launchers, whose keepers take a moment
     records = [folder.name.rpartition("grpo-")[2] for folder in run_dir(variables).glob("wandb/offline-run-*")]
     assert len(records) == 2 and len(set(records)) == 1  # of both launches, under one id
 

@@ -11,7 +11,7 @@ distillation from the teacher's most likely tokens go verl's way. patches.py loa
 """
 
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 
 import torch
 from tensordict import TensorDict
@@ -69,6 +69,7 @@ def applies(engine: FSDPEngineWithLMHead, data: TensorDict) -> bool:
     return packs and alone and not topk and plain(config.to_dict())
 
 
+@wraps(_forward_backward_batch)  # ``expect`` of a later patch finds verl's lines
 def forward_backward_batch(self, data: TensorDict, loss_function, forward_only=False):
     tensordict_utils.assign_non_tensor(data, prompts_once=applies(self, data))  # MARK
     return _forward_backward_batch(self, data, loss_function, forward_only)
@@ -116,6 +117,7 @@ def split(micro_batches: list[list[int]], count: int) -> list[list[int]]:
     return made
 
 
+@wraps(_prepare_micro_batches)
 def prepare_micro_batches(data: TensorDict, dp_group=None, **how):
     """As verl's (workers/engine/utils.py); as many on every GPU, which gather weights together."""
     if not get_non_tensor_data(data, MARK, False):
@@ -171,6 +173,7 @@ def of_micro_batch(micro_batch: TensorDict) -> Packed:
     return Packed(*(each.to(sequences.device) for each in vars(packed).values()))
 
 
+@wraps(_prepare_model_inputs)
 def prepare_model_inputs(self, micro_batch: TensorDict):
     inputs, arguments = _prepare_model_inputs(self, micro_batch)
     if not get_non_tensor_data(micro_batch, MARK, False):
@@ -191,6 +194,7 @@ def prepare_model_inputs(self, micro_batch: TensorDict):
     return inputs, arguments | {MARK: (packed, hook)}
 
 
+@wraps(_prepare_model_outputs)
 def prepare_model_outputs(self, output, output_args, micro_batch: TensorDict, logits_processor_func):
     if MARK not in output_args:
         return _prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func)
