@@ -141,6 +141,21 @@ def make(*arguments: str, cwd: Path = ROOT, **variables: str) -> subprocess.Comp
     )
 
 
+def by_torchrun(module: str, folder: Path, processes: int) -> list[dict]:
+    """What a program with ``sequence_parallel.write_found`` found on a CPU, of each of its ``processes``."""
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "VERL_PLATFORM": "cpu",
+        "VERL_USE_EXTERNAL_MODULES": "verl_tasks.verl_plugins.cpu.verl_platform,verl_tasks.verl_plugins.patches",
+    }
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command = [sys.executable, *torchrun, "-m", module, str(folder)]
+    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout[-1000:] + result.stderr[-3000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]
+
+
 def has_ended(pid: int) -> bool:
     """Whether the process is gone, or dead and not yet noticed by its parent."""
     try:

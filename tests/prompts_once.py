@@ -1,8 +1,6 @@
 """What test_prompts_once.py runs with torchrun: verl's FSDP engine, each prompt of a batch once and as often as it was
 sampled. Float32 on a CPU, with the reference of the GPU's kernel; of each process: what came out, and how far apart."""
 
-import json
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -12,11 +10,10 @@ import torch.distributed as dist
 import verl  # noqa: F401  (loads VERL_USE_EXTERNAL_MODULES)
 from tensordict import TensorDict
 from verl.utils import tensordict_utils
-from verl.utils.distributed import initialize_global_process_group
 from verl.workers.config import FSDPActorConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from tests.sequence_parallel import VOCABULARY, model
+from tests.sequence_parallel import VOCABULARY, write_found
 from verl_tasks.machine.memory import PROMPTS_ONCE
 from verl_tasks.verl_plugins import on_policy, one_update, parity, prompts_once, zero_advantage
 
@@ -120,17 +117,5 @@ def compared(folder: Path) -> Iterator[tuple[str, dict]]:
         )
 
 
-def main() -> None:
-    initialize_global_process_group()
-    parity.take_references()
-    folder = Path(sys.argv[1])
-    if dist.get_rank() == 0:
-        model(folder / "model", 4, 2, True)
-    dist.barrier()
-    found = dict(compared(folder / "model"))
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found, indent=1))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    write_found(compared)

@@ -11,6 +11,7 @@ are within ROUNDING.
 import json
 import sys
 import tempfile
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -63,6 +64,20 @@ def model(folder: Path, queries: int, keys: int, tied: bool) -> Path:
     torch.manual_seed(0)
     Qwen2ForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+def write_found(compared: Callable[[Path], Iterable[tuple[str, dict]]]) -> None:
+    """What a program of ``helpers.by_torchrun`` does: all that ``compared`` finds of a small model, with references of
+    the GPU's kernels, goes to the program's folder, a file for each process."""
+    initialize_global_process_group()
+    parity.take_references()
+    folder = Path(sys.argv[1])
+    if dist.get_rank() == 0:
+        model(folder / "model", 4, 2, True)
+    dist.barrier()
+    found = dict(compared(folder / "model"))
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found, indent=1))
+    dist.destroy_process_group()
 
 
 def engine(folder: Path, shared: int, exact: bool, rank: int) -> FSDPEngineWithLMHead:

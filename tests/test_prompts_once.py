@@ -3,10 +3,6 @@
 With a reference of the GPU's kernel, in place of which torch's own operators stand on a GPU.
 """
 
-import json
-import os
-import subprocess
-import sys
 from itertools import chain
 
 import pytest
@@ -14,26 +10,14 @@ import torch
 
 from tests.benchmarks.prompts_once import ROWS as BENCHMARKED
 from tests.benchmarks.prompts_once import attention, positions, seen
-from tests.helpers import ROOT
+from tests.helpers import by_torchrun
 
 CASES = ("logits", "fused", "fused, no gradient of some", "fused, ratios", "fused, fixed", "fused, LoRA")
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two processes"])
 def found(request, tmp_path_factory) -> list[dict]:
-    """What tests/prompts_once.py found, of each process."""
-    folder = tmp_path_factory.mktemp("prompts_once")
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-        "VERL_PLATFORM": "cpu",
-        "VERL_USE_EXTERNAL_MODULES": "verl_tasks.verl_plugins.cpu.verl_platform,verl_tasks.verl_plugins.patches",
-    }
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={request.param}"]
-    command = [sys.executable, *torchrun, "-m", "tests.prompts_once", str(folder)]
-    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stdout[-1000:] + result.stderr[-3000:]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(request.param)]
+    return by_torchrun("tests.prompts_once", tmp_path_factory.mktemp("prompts_once"), request.param)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,33 +1,16 @@
 """verl_plugins/zero_advantage.py: responses without an advantage go forward only, and the update stays what it was."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 from omegaconf import OmegaConf
 
-from tests.helpers import ROOT
+from tests.helpers import by_torchrun
 
 WAYS = ("fixed", "dynamic")
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two processes"])
 def found(request, tmp_path_factory) -> list[dict]:
-    """What tests/zero_advantage.py found, of each process."""
-    folder = tmp_path_factory.mktemp("zero_advantage")
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-        "VERL_PLATFORM": "cpu",
-        "VERL_USE_EXTERNAL_MODULES": "verl_tasks.verl_plugins.cpu.verl_platform,verl_tasks.verl_plugins.patches",
-    }
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={request.param}"]
-    command = [sys.executable, *torchrun, "-m", "tests.zero_advantage", str(folder)]
-    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stdout[-1000:] + result.stderr[-3000:]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(request.param)]
+    return by_torchrun("tests.zero_advantage", tmp_path_factory.mktemp("zero_advantage"), request.param)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -1,8 +1,6 @@
 """What test_zero_advantage.py runs with torchrun: an update of verl's FSDP engine with all responses, and with those
 that have no advantage forward only. Float32 on a CPU; of each process: which rows had a gradient, and what came out."""
 
-import json
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -12,15 +10,13 @@ import torch.distributed as dist
 import verl  # noqa: F401  (loads VERL_USE_EXTERNAL_MODULES)
 from tensordict import TensorDict
 from verl.utils import tensordict_utils
-from verl.utils.distributed import initialize_global_process_group
 from verl.utils.metric import AggregationType, Metric
 from verl.workers.config import FSDPActorConfig
 from verl.workers.engine.fsdp import transformer_impl
 
-from tests.sequence_parallel import PATHS, VOCABULARY, model
-from verl_tasks.verl_plugins import on_policy, one_update, parity, varlen_attention, zero_advantage
+from tests.sequence_parallel import PATHS, VOCABULARY, write_found
+from verl_tasks.verl_plugins import on_policy, one_update, parity, zero_advantage
 from verl_tasks.verl_plugins.cpu.verl_platform import CPUEngineWithLMHead
-from verl_tasks.verl_plugins.reference_attention import reference_kernel
 
 PROMPTS, RESPONSES = (3, 3, 5, 5, 4, 4, 2, 2), (7, 2, 20, 9, 1, 13, 6, 8)
 # Of each process. A masked response counts for nothing, whatever its advantage.
@@ -113,17 +109,5 @@ def compared(folder: Path) -> Iterator[tuple[str, dict]]:
             )
 
 
-def main() -> None:
-    initialize_global_process_group()
-    varlen_attention.varlen_attn = reference_kernel
-    folder = Path(sys.argv[1])
-    if dist.get_rank() == 0:
-        model(folder / "model", 4, 2, True)
-    dist.barrier()
-    found = dict(compared(folder / "model"))
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found, indent=1))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    write_found(compared)

@@ -57,13 +57,15 @@ class Finding:
 def findings(metrics: dict[int, dict], s: Settings) -> list[Finding]:
     """Findings in ``metrics`` (``runs.read_metrics``: by step) of a training with ``s``, in order of the steps."""
     steps = sorted(metrics)
-    rows = [metrics[step] for step in steps]
-    found = []
-    for index, step in enumerate(steps):
-        before, row = rows[:index], rows[index] | {"step": step}
-        for name in HEALTH_RULES:
-            found += [Finding(name, step, text) for text in globals()[f"_{name}"](row, before, s)]
-    return found
+    return [found for index in range(len(steps)) for found in _at_last(steps[: index + 1], metrics, s)]
+
+
+def _at_last(steps: list[int], metrics: dict[int, dict], s: Settings) -> Iterator[Finding]:
+    """Findings at the last of ``steps``, given the others."""
+    *before, row = (metrics[step] for step in steps)
+    row = row | {"step": steps[-1]}
+    for name in HEALTH_RULES:
+        yield from (Finding(name, steps[-1], text) for text in globals()[f"_{name}"](row, before, s))
 
 
 class AbortedError(RuntimeError):
@@ -102,9 +104,9 @@ def stop_without_signal(run_dir: Path, reason: str) -> NoReturn:
 
 def aborted_by(metrics: dict[int, dict], s: Settings) -> Finding | None:
     """The finding that ends a training: of a rule in ABORT_ON, at the last step of ``metrics``."""
-    last = max(metrics, default=0)
     chosen = s.ABORT_ON.split(",")
-    return next((each for each in findings(metrics, s) if each.step == last and each.rule in chosen), None)
+    found = _at_last(sorted(metrics), metrics, s) if metrics else ()
+    return next((each for each in found if each.rule in chosen), None)
 
 
 def abort(run_dir: Path, found: Finding) -> NoReturn:
