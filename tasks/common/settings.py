@@ -158,6 +158,9 @@ class Settings:
     # rollouts and lengths
     ROLLOUT_N: int = variable("8", "samples per prompt: a group", positive)
     TEMPERATURE: float = variable("1.0", "sampling temperature of rollouts", positive)
+    ROLLOUT_DTYPE: str = variable(
+        "same", "`fp8`: vLLM samples in 8 bits; `same`: in the trainer's precision", _one_of("same", "fp8")
+    )
     ASYNC: str = variable(
         "off",
         "`colocate`: the next prompts are sampled too while a step waits for its longest responses; "
@@ -324,7 +327,9 @@ class Settings:
         """What the training reads, by name: it starts anew where one changes. STEPS continues a run, and reporting
         variables do not count. A later round also counts its ``number`` and the model ``start``."""
         left_out = {*REPORTING, *OF_DATA, "TRAIN_FILE", "FILE", "PAIRS_FILE"}  # files count by their contents
-        left_out |= set() if self.sampling_gpus else {"ROLLOUT_GPUS"}  # runs from before it go on
+        # Runs from before them go on.
+        left_out |= set() if self.sampling_gpus else {"ROLLOUT_GPUS"}
+        left_out |= {"ROLLOUT_DTYPE"} if self.ROLLOUT_DTYPE == "same" else set()
         values = {k: v for k, v in asdict(self).items() if k not in left_out and not k.startswith("SFT_")}
         values |= {"warm-up": self.sft_fingerprint()} if self.INIT == "sft" else {}
         values |= {"round": number, "start": start} if number > 1 else {}
@@ -697,6 +702,17 @@ def _separate_problems(s: Settings) -> Iterator[str]:
         yield f"{chosen}: OFFLOAD=1 makes room for vLLM, which has GPUs of its own; leave OFFLOAD out"
 
 
+def _fp8_problems(s: Settings) -> Iterator[str]:
+    """What cannot sample in 8 bits (verl's block-wise fp8), or has not been tried."""
+    chosen = f"ROLLOUT_DTYPE={s.ROLLOUT_DTYPE}"
+    if problem := getattr(stack(s.STACK), "FP8_PROBLEM", ""):
+        yield f"{chosen}: {problem}"
+    if s.ROLLOUT_CORRECTION == "none":
+        yield f"{chosen}: samples of another precision need weights; take ROLLOUT_CORRECTION=token"
+    if s.LORA_RANK:
+        yield f"{chosen}: has not been tried with an adapter; leave LORA_RANK out"
+
+
 def _training_problems(s: Settings, stage: str) -> Iterator[str]:
     """Why the GPUs cannot share the batches of a training, or its steps are too few."""
     called = "N_GPUS - ROLLOUT_GPUS" if s.sampling_gpus else "N_GPUS"
@@ -723,6 +739,8 @@ def problems(s: Settings, stage: str) -> Iterator[str]:
         yield from method(s.METHOD).refusals(s, [])
         if s.ASYNC != "off":
             yield from _async_problems(s)
+        if s.ROLLOUT_DTYPE != "same":
+            yield from _fp8_problems(s)
         yield from _training_problems(s, stage)
     yield from _parallel_problems(s, stage)
     if 0 < s.TRAIN_SIZE < s.TRAIN_BATCH_SIZE:

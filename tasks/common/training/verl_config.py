@@ -270,6 +270,7 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path, chosen: Pass | N
     own += getattr(stack(s.STACK), "lora_overrides", lambda s: [])(s)
     method_ = [*_truncated(s), *method(s.METHOD).overrides(s)]
     rollout += CORRECTIONS[s.ROLLOUT_CORRECTION]
+    rollout += [f"actor_rollout_ref.rollout.quantization={s.ROLLOUT_DTYPE}"] if s.ROLLOUT_DTYPE != "same" else []
     if sharing := os.environ.get("SHARED_GPU"):  # by launch/experiments.py; each worker imports verl: 0.7 GB
         workers = verl_versions.workers(s, max(1, VERLS_WORKERS // int(sharing)))
         rollout += [f"actor_rollout_ref.rollout.agent.num_workers={workers}", f"reward.num_workers={workers}"]

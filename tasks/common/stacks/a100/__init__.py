@@ -12,6 +12,8 @@ MULTI_TURN_PROBLEM = "is multi-turn, which STACK=a100 (verl 0.6.1) cannot train;
 
 ASYNC_PROBLEM = "is not in the trainer of STACK=a100 (verl 0.6.1); take STACK=current"
 
+FP8_PROBLEM = "an A100 has no 8-bit products; take STACK=current on a Hopper GPU"
+
 # The fused heads of verl 0.6.1 take a slice's first token as its last label (models/transformers/dense_common.py,
 # torch.roll); 0.9.1 gives them the labels of the whole row.
 SP_PROBLEM = "STACK=a100 (verl 0.6.1) has wrong labels where slices of a sequence meet; take STACK=current"

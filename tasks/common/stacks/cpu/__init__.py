@@ -36,6 +36,8 @@ DEFAULTS = {
     "TEST_FREQ": "0",  # 32 prompts and 8 steps would choose the best checkpoint by chance
     "N": "2",
 }
+FP8_PROBLEM = "is for GPUs; leave ROLLOUT_DTYPE out"
+
 STAGE_DEFAULTS = {"probe": {"LIMIT": "64"}}
 
 # verl and vLLM read these in every process.

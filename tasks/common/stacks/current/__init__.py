@@ -16,6 +16,7 @@ VERL = "0.9.1"
 ENVIRONMENT = {
     "VERL_USE_EXTERNAL_MODULES": "verl_tasks.verl_plugins.patches,verl_tasks.verl_plugins.varlen_attention",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_USE_DEEP_GEMM": "0",  # ROLLOUT_DTYPE=fp8: DeepGEMM compiles as it runs, and wants CUDA's compiler
 }
 
 # The module that runs verl's trainer: its processes as forks of one.
