@@ -4,7 +4,7 @@ import os
 import re
 import shutil
 import subprocess
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
@@ -764,3 +764,23 @@ def test_a_sequence_may_be_longer_than_the_tokens_of_one_of_the_gpus_that_share_
     lengths = {"MAX_TOKENS_PER_GPU": "100", "MAX_PROMPT_LENGTH": "48", "MAX_RESPONSE_LENGTH": "48"}
     s = load(STACK=stack, STAGE=stage, N_GPUS="4", SP="2", **lengths)
     assert s.SP * s.MAX_TOKENS_PER_GPU > 192 > s.MAX_TOKENS_PER_GPU
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"STACK": "cpu"}, "is for GPUs; leave ROLLOUT_DTYPE out"),
+        ({"STACK": "a100"}, "an A100 has no 8-bit products"),
+        ({"STACK": "current", "ROLLOUT_CORRECTION": "none"}, "take ROLLOUT_CORRECTION=token"),
+        ({"STACK": "current", "LORA_RANK": "8"}, "has not been tried with an adapter"),
+    ],
+)
+def test_eight_bits_are_refused_where_they_cannot_be_right(changes, problem):
+    with pytest.raises(SettingsError, match=f"ROLLOUT_DTYPE=fp8: .*{problem}"):
+        load(ROLLOUT_DTYPE="fp8", **changes)
+
+
+def test_a_run_from_before_eight_bits_goes_on():
+    s = load(STACK="current")
+    assert "ROLLOUT_DTYPE" not in s.rl_parts([])
+    assert replace(s, ROLLOUT_DTYPE="fp8").rl_parts([])["ROLLOUT_DTYPE"] == "fp8"
