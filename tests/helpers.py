@@ -1,5 +1,7 @@
 """What several tests call: make, cookiecutter, and the environment that a train.sh exports."""
 
+import contextlib
+import ctypes
 import importlib.metadata
 import json
 import os
@@ -217,15 +219,19 @@ def kill_after_a_checkpoint(goal: str, run: str, cwd: Path = ROOT, **variables: 
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGTERM),  # PR_SET_PDEATHSIG: also where the tests end
         )
         deadline = time.monotonic() + 900
-        while not saved():
-            if killed.poll() is not None or time.monotonic() > deadline:
-                output.seek(0)
-                raise AssertionError("ended before its first checkpoint:\n" + output.read())
-            time.sleep(0.2)
-        os.killpg(killed.pid, signal.SIGKILL)
-        killed.wait()
+        try:
+            while not saved():
+                if killed.poll() is not None or time.monotonic() > deadline:
+                    output.seek(0)
+                    raise AssertionError("ended before its first checkpoint:\n" + output.read())
+                time.sleep(0.2)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(killed.pid, signal.SIGKILL)
+            killed.wait()
     deadline = time.monotonic() + 30  # for the keeper (tasks/common/leftovers.py)
     while str(artifacts) in our_processes() and time.monotonic() < deadline:
         time.sleep(0.5)
