@@ -175,6 +175,8 @@ def test_a_model_without_weights_and_one_without_config_are_named(variables, tmp
             lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-2.st"}}'),
             "model-2.st is missing, which model.safetensors.index.json names",
         ),
+        (lambda folder: cut(folder / "tokenizer.json"), "tokenizer.json is not JSON"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "the folder has no tokenizer"),
     ],
 )
 def test_a_model_that_was_not_downloaded_whole_is_refused(damage, said, small_model, tmp_path):
@@ -195,6 +197,7 @@ def test_a_model_whose_checkpoints_do_not_fit_on_the_disk_is_refused(variables, 
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
+    (folder / "tokenizer.json").write_text("{}")
     size = 2 * 10**12
     header = json.dumps({"a": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
     with (folder / "model.safetensors").open("wb") as f:

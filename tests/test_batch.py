@@ -215,6 +215,13 @@ def test_no_character_makes_an_xlsx_unreadable(tmp_path, bad):
     assert (sheet["A3"].value, sheet["A3"].data_type) == ("=1+1", "s")
 
 
+@pytest.mark.parametrize("kind", ["csv", "xlsx"])
+def test_a_chat_in_a_cell_can_be_read_by_people(tmp_path, kind):
+    write_table(tmp_path / f"out.{kind}", [{"prompt": [{"role": "user", "content": "你好"}]}])
+    read = {"csv": pd.read_csv, "xlsx": pd.read_excel}[kind](tmp_path / f"out.{kind}")
+    assert read["prompt"][0] == '[{"role": "user", "content": "你好"}]'
+
+
 def test_what_an_xlsx_cannot_hold_is_said(tmp_path, capsys):
     write_table(tmp_path / "out.xlsx", [{"prompt": "a", "response": "x" * 32_767}])
     assert capsys.readouterr().out == ""

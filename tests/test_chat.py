@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from verl_tasks.evaluation.chat import talk, task_system
+from verl_tasks.evaluation.chat import talk, task_system, typed
 from verl_tasks.evaluation.engines import Sampling
 from verl_tasks.evaluation.sample import Scoring
 from verl_tasks.rows import chat, rl_row, rl_schema, write_parquet
@@ -92,3 +92,8 @@ def test_the_tasks_system_message_comes_from_its_data(tmp_path):
     write_parquet(ROWS, tmp_path / "a.parquet", rl_schema())
     write_parquet([rl_row("t", chat("x"), "7", "test", 0)], tmp_path / "b.parquet", rl_schema())
     assert task_system(tmp_path / "a.parquet") == SYSTEM and task_system(tmp_path / "b.parquet") == []
+
+
+def test_bytes_that_are_no_text_do_not_end_the_chat(monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\nna\xc3\xafve\n"), encoding="utf-8"))
+    assert [*typed(io.StringIO())] == ["caf\ufffd\n", "naïve\n"]

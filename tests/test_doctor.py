@@ -24,6 +24,7 @@ import pytest
 from tests import results
 from tests.helpers import QWEN25_3B, ROOT, SMALL, exported, make, write_checkpoint
 from tests.test_profiles import CONFIGS, PROFILES, hardware_of, loaded
+from tests.test_settings import VALUES
 from verl_tasks.launch import doctor, memory_checks
 from verl_tasks.launch.finding import Finding
 from verl_tasks.machine import hardware, memory
@@ -517,6 +518,18 @@ def test_shapes_count_what_the_weights_have(small_model, tmp_path):
         assert found.window == model.config.max_position_embeddings
     assert shapes({"model_type": "another"}) is None
     assert shapes_of("no-such-owner-7f3a/none") is None
+
+
+def test_longrope_trains_within_its_short_window():
+    """Phi-4-mini. Of a pass with a longer sequence transformers would turn all tokens otherwise, and vLLM those of all
+    passes."""
+    turned = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    config = EMBEDDED_CONFIG | {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096}
+    found = shapes(config | {"rope_scaling": turned})
+    assert (found.window, found.stretch) == (4096, 32)
+    s = replace(load_settings(VALUES), MAX_PROMPT_LENGTH=1024, MAX_RESPONSE_LENGTH=3073, MAX_NEW_TOKENS=1)
+    assert "window of 4096 tokens, which only vLLM" in str(*memory_checks.window(s, found))
+    assert not [*memory_checks.window(replace(s, MAX_RESPONSE_LENGTH=3072), found)]
 
 
 @pytest.mark.medium

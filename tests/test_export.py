@@ -64,6 +64,14 @@ def test_sampling_of_the_base_model_that_differs_from_the_evaluations_is_said(s,
     assert "has the base model's temperature=0.7, top_k=20, repetition_penalty=1.1, by which others" in said
 
 
+@pytest.mark.parametrize(
+    ("header", "known"), [("license: mit", "mit"), ("title: a: b", "unknown"), ("\tx: 1", "unknown"), ("", "unknown")]
+)
+def test_the_licence_is_what_the_base_models_card_can_say(tmp_path, header, known):
+    (tmp_path / "README.md").write_text(f"---\n{header}\n---\nThe model.")
+    assert export.licence("owner/base", str(tmp_path)) == known
+
+
 def test_an_adapter_names_its_base_as_others_find_it(s, run_dir, tmp_path):
     (adapter := tmp_path / "adapter").mkdir()
     config = {"base_model_name_or_path": "/data/models/Base-7B", "r": 8, "target_modules": ["q_proj"]}

@@ -182,6 +182,14 @@ def test_the_cuts_of_episodes_are_named_by_their_own_variable():
     assert "or raise MAX_TURNS" in no_signal(scores, groups, cut, SETTINGS)
 
 
+def test_a_form_that_is_right_in_part_was_read():
+    """As `answers/readable` and the evaluation count it."""
+    scores, groups, cut = samples(wrong=64)
+    in_part = [each | {"format": 0.5} for each in scores]
+    assert "(64 wrong)" in no_signal(in_part, groups, cut, SETTINGS)
+    assert figures(groups, ["x"] * 64, in_part)["answers/readable"] == 1
+
+
 def test_a_spike_needs_steps_to_be_held_against():
     assert found({5: {"actor/grad_norm": 100.0}}) == [] and found({6: {"actor/grad_norm": 100.0}}) == [("spike", 6)]
     silent = {step: {"actor/grad_norm": 0.0} for step in range(1, 19)}

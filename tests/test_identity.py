@@ -169,3 +169,30 @@ def test_the_data_are_made_by_the_dialogues_and_not_by_the_benchmark():
     names = {str(path.relative_to(ROOT)) for path in imported(ast.parse(script.read_bytes()), script)}
     assert "tasks/tool_calling/dialogues.py" in names and "tasks/common/data/prepare.py" in names
     assert "tasks/tool_calling/bfcl.py" not in names
+
+
+LOADED = {
+    "by its name": "import importlib\nhelper = importlib.import_module('helper')",
+    "by a name that is made": "import importlib\nhelper = importlib.import_module('lib.' + 'hel' + 'per')",
+    "from its file": "from importlib import util\nspec = util.spec_from_file_location('x', HERE / 'lib' / 'helper.py')",
+    "by __import__": "helper = __import__('hel' + 'per')",
+    "by runpy": "import runpy\nhelper = runpy.run_path(f'{HERE}/helper.py')",
+    "relative": "from . import helper",
+    "of a package beside": "from .lib.helper import score",
+    "of a package beside, by its name alone": "from lib import helper",
+}
+
+
+@pytest.mark.parametrize("how", LOADED)
+def test_a_helper_that_a_reward_loads_is_part_of_it(tmp_path, how):
+    def digest(name: str, text: str) -> str:
+        folder = tmp_path / name
+        (folder / "lib").mkdir(parents=True)
+        (folder / "reward.py").write_text(LOADED[how])
+        (folder / "test_reward.py").write_text(text)
+        helper = folder / ("lib/helper.py" if "lib" in LOADED[how] else "helper.py")
+        helper.write_text(text if name != "tests edited" else "score = 1")
+        return code_digest(folder / "reward.py")
+
+    before = digest("before", "score = 1")
+    assert digest("same", "score = 1") == digest("tests edited", "score = 2") == before != digest("after", "score = 2")

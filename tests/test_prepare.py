@@ -327,6 +327,21 @@ def test_long_prompts_are_dropped_by_the_model_s_own_tokens(folder, small_model)
     assert (manifest["tokenizer"], manifest["max_prompt_tokens"]) == (str(small_model), 60)
 
 
+def test_long_prompts_of_a_generator_are_counted(folder, small_model):
+    def some(settings):
+        yield from (Example(f"say {number}{' more' * (number % 5 == 0)}", "1") for number in range(100, 900))
+
+    s = settings_for(MODEL=small_model, MAX_PROMPT_LENGTH=48)
+    manifest = prepare(s, {"toy": some})
+    rows = [row for name in ("train", "test") for row in read_rows(folder / f"{name}.parquet")]
+    long = sum(row["prompt"][0]["content"].endswith("more") for row in rows)
+    said = f"{long} of 26 prompts are longer than MAX_PROMPT_LENGTH=48 and are left out; set MAX_PROMPT_LENGTH=53"
+    assert long and said in describe(manifest, s).splitlines()[1]
+    roomy = replace(s, MAX_PROMPT_LENGTH=53)
+    assert "longer" not in describe(prepare(roomy, {"toy": some}), roomy)
+    assert "longer" not in describe(manifest, replace(s, MODEL="/none"))  # it has other tokens
+
+
 def test_length_at_the_limit_stays(folder, small_model):
     tokenizer = prepare_module.load_tokenizer(str(small_model))
     messages = [{"role": "user", "content": "hello"}]

@@ -122,6 +122,14 @@ def test_a_response_without_its_prompt_is_refused(once, wrong):
         once.layout(torch.tensor([wrong]))
 
 
+@pytest.mark.parametrize("asked", [{"dropout": 0.1}, {"sliding_window": 4}])
+def test_what_the_kernel_would_leave_out_is_refused(once, asked):
+    where = positions(ROWS["two groups and a single one"])
+    inputs = [torch.randn(1, 2, where.shape[1], 8) for _ in range(3)]
+    with pytest.raises(ValueError, match="no dropout and no window"):
+        once.varlen_once(None, *inputs, None, position_ids=where, **asked)
+
+
 def test_the_calls_fit_the_operators_of_torch(monkeypatch):
     """Shapes, names and order of arguments, by torch's own description of its kernel: nothing is computed."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -186,6 +194,12 @@ def test_the_row_of_a_micro_batch(engine):
     packed = engine.pack([[0, 2], [1], [3]], [2, 2, 2, 1], [4, 3, 5, 1])
     # The batch's tokens: 0-3 of row 0, 4-6 of row 1, 7-11 of row 2, 12 of row 3.
     assert packed.tokens.tolist() == [0, 1, 2, 3, 9, 10, 11, 4, 5, 6, 12]
-    assert packed.sources.tolist() == [1, 2, 5, 8, 9, 10]
-    assert packed.places.tolist() == [1, 2, 8, 1, 4, 5]
-    assert packed.counts.tolist() == [2, 1, 3, 0]
+    assert packed.sources.tolist() == [1, 2, 5, 8, 9, 10, 12]
+    assert packed.places.tolist() == [1, 2, 8, 1, 4, 5, 10]
+    assert packed.counts.tolist() == [2, 1, 3, 1]
+
+
+def test_something_is_predicted_of_empty_responses_alone(engine):
+    packed = engine.pack([[0, 2], [1]], [2, 3, 2], [2, 3, 2])
+    assert packed.tokens.tolist() == [0, 1, 2, 3, 4]
+    assert packed.sources.tolist() == [1, 4, 6] and packed.places.tolist() == [1, 4, 1]

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -113,4 +114,7 @@ def test_an_adapter_and_its_base_have_names_of_their_own(s, small_model, tmp_pat
     assert serve.names(s, str(tmp_path)) == {small_model.name: str(small_model), "countdown": str(tmp_path)}
     words = serve.arguments(s, command(), str(tmp_path))
     assert words[words.index("--model") + 1] == str(small_model) and "--enable-lora" in words
-    assert words[words.index("--lora-modules") + 1] == f"countdown={tmp_path}"
+    module = json.loads(words[words.index("--lora-modules") + 1])
+    assert module == {"name": "countdown", "path": str(tmp_path)}
+    named = replace(s, TASK=small_model.name)
+    assert [*serve.names(named, str(tmp_path))] == [f"{small_model.name}-base", small_model.name]

@@ -11,6 +11,8 @@ from verl_tasks import PUBLIC
 from verl_tasks.places import PACKAGE, ROOT
 
 FILE = re.compile(r"[\w-]{1,80}(\.[\w-]{1,20}){1,3}")  # a file's name
+NAME = re.compile(r"[^\W\d]\w{0,80}(\.[^\W\d]\w{0,80}){0,9}")  # a module's
+LOADERS = {"importlib", "runpy", "__import__"}  # load code by a name
 
 
 def fingerprint(values: dict, *files: Path) -> str:
@@ -59,25 +61,36 @@ def code_digest(program: Path) -> str:
 
 
 def imported(tree: ast.AST, file: Path) -> set[Path]:
-    """The files of the task, of the rooms data and rewards, and of rows and ends, that a syntax tree imports; those
-    beside it too that it names: a table that it reads, a program (program.environment_of)."""
-    names = set()
+    """The files of tasks, of the rooms data and rewards, and of rows and ends, that a syntax tree imports; those beside
+    it too that it names: a table that it reads, a program (program.environment_of). Of a task that loads code by a
+    name that it may make, all code in its folder but tests."""
+    names, common = set(), tuple(f"verl_tasks.{name}" for name in ("data.", "rewards.", "rows", "ends"))
+    places: set[tuple[Path, str]] = set()  # of relative imports: a folder, and a module's name
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == "verl_tasks":
             names |= {f"verl_tasks.{PUBLIC.get(alias.name, alias.name)}" for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.ImportFrom):
+            module = [node.module] if node.module else []
+            made = {".".join([*module, *more]) for more in ([], *([alias.name] for alias in node.names))}
+            if node.level:
+                places |= {(file.parents[min(node.level, len(file.parents)) - 1], name) for name in made}
+            else:
+                names |= made
         elif isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-    common = tuple(f"verl_tasks.{name}" for name in ("data.", "rewards.", "rows", "ends"))
     files = {PACKAGE / f"{name.partition('.')[2].replace('.', '/')}.py" for name in names if name.startswith(common)}
-    task = f"tasks.{file.parent.name}."
-    files |= {ROOT / f"{name.replace('.', '/')}.py" for name in names if name.startswith(task)}
     if PACKAGE not in file.parents:  # a program imports its neighbours by their names alone
-        beside = {f"{name}.py" for name in names if name.isidentifier()}
         texts = {
             node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
         }
-        beside |= set(filter(FILE.fullmatch, texts))
-        files |= {file.with_name(name) for name in beside}
+        files |= {file.with_name(name) for name in filter(FILE.fullmatch, texts)}
+        called = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        if LOADERS & {*called, *(name.partition(".")[0] for name in names)}:
+            files |= {each for each in file.parent.rglob("[!.]*.py") if not each.name.startswith("test_")}
+            names |= texts
+        places |= {(file.parent, name) for name in names if NAME.fullmatch(name)}
+        places |= {(ROOT, name) for name in names if name.startswith("tasks.") and NAME.fullmatch(name)}
+    for folder, name in places:
+        module = folder / name.replace(".", "/")
+        files |= {module / "__init__.py", module.with_name(f"{module.name}.py")} if name else set()
     return {each for each in files if each.is_file()}

@@ -1,4 +1,5 @@
-"""Why a response or an episode ended, with the variable that bounds it, for metrics, tables and advice."""
+"""Why a response or an episode ended, with the variable that bounds it, and whether its answer could be read, for
+metrics, tables and advice."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -23,6 +24,12 @@ OF_PROGRAMS = ("sequences", "model_s", "program_s")
 def cut_key(end: str) -> str:
     """The key of an episode's scores that says whether ``end``, one of CUT, ended it."""
     return "timeout" if end == TIMEOUT else f"cut_{end.removeprefix('max_')}"
+
+
+def readable(reward: Mapping[str, float]) -> bool:
+    """Whether the ``reward`` read an answer, by its ``format``; True without one. A fraction is an answer whose form is
+    right in part: it was read."""
+    return reward.get("format", 1) > 0
 
 
 def advice(ends: Iterable[str], limits: Mapping[str, str] = CUT) -> str:

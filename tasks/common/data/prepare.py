@@ -5,7 +5,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
@@ -143,7 +143,7 @@ def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
     finite = iter(examples) is not examples
     shown = f"FILE={settings.FILE}" if name == "file" else f"SOURCE={name}"
     demonstrations: list[dict] = []
-    checked, groups, tokenizer = {}, defaultdict(set), None
+    checked, groups, tokenizer, lengths = {}, defaultdict(set), None, []
 
     def kept(sides: dict[str, list]) -> dict[str, list]:
         nonlocal tokenizer
@@ -157,6 +157,9 @@ def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
             demonstrations.append(sft_row(messages, example.demonstration, tools))
         if example.group and not example.key:
             groups[split].add(_group_key(example))
+        if tokenizer and not finite and len(lengths) < gold.MEASURED:  # a finite source is without longer ones
+            with suppress(ValueError):  # the template refuses it
+                lengths.append(len(prompt_ids(tokenizer, messages, tools)))
         return _rl_row(settings, example, split, index)
 
     form = Form(
@@ -194,6 +197,8 @@ def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
         manifest |= {"origin": examples.origin(), "not_used": examples.unused(), "seed": settings.SEED, "rows": rows}
         manifest |= {**details, **checked}
         manifest |= {"groups": {split: len(keys) for split, keys in groups.items()}} if groups else {}
+        if long := sum(length > settings.MAX_PROMPT_LENGTH for length in lengths):
+            manifest["long"] = {"model": settings.MODEL, "prompts": long, "of": len(lengths), "longest": max(lengths)}
         manifest["contents"] = {name: sha256(new / f"{name}.parquet") for name in rows}
         if longest := _longest(tokenizer, demonstrations):
             manifest["contents"][f"longest of {settings.MODEL}"] = str(longest)
@@ -377,8 +382,8 @@ def read_manifest(data_dir: Path) -> dict:
 
 
 def describe(manifest: dict, s: Settings | None = None) -> str:
-    """A manifest in one to three lines: rows and source, what was dropped or not used, the gold check under the limits
-    of ``s``."""
+    """A manifest in one to four lines: rows and source, what was dropped or not used, prompts that are too long for
+    ``s``, the gold check under its limits."""
     of = {name: f" (of {count} conversations)" for name, count in manifest.get("groups", {}).items()}
     rows = ", ".join(f"{count} {name}{of.get(name, '')}" for name, count in manifest["rows"].items())
     parts = [manifest["source"]]
@@ -391,8 +396,17 @@ def describe(manifest: dict, s: Settings | None = None) -> str:
     unused = f"not used: {', '.join(manifest['not_used'])}" if manifest.get("not_used") else ""
     extra = "; ".join(filter(None, [_because(manifest).strip(" ()"), unused, manifest.get("note")]))
     checked = f"gold check: {gold.said(manifest['gold'], s)}" if manifest.get("gold") else ""
-    lines = [f"{rows} from {', '.join(parts)}, seed {manifest['seed']}", extra, checked]
+    long = _too_long(manifest.get("long"), s) if "MAX_PROMPT_LENGTH" not in checked else ""  # said of demonstrations
+    lines = [f"{rows} from {', '.join(parts)}, seed {manifest['seed']}", extra, long, checked]
     return "\n  ".join(filter(None, lines))
+
+
+def _too_long(long: dict | None, s: Settings | None) -> str:
+    """How many prompts are too long for ``s``, by the manifest's ``long`` of its MODEL; nothing where none is."""
+    if not (long and s and long["model"] == s.MODEL):
+        return ""
+    text = f"{long['prompts']} of {long['of']} prompts are longer than MAX_PROMPT_LENGTH={s.MAX_PROMPT_LENGTH}"
+    return f"{text} and are left out; set MAX_PROMPT_LENGTH={long['longest']}"
 
 
 def _because(details: dict) -> str:

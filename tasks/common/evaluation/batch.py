@@ -135,7 +135,7 @@ def write_table(path: Path, rows: list[dict]) -> None:
 
 def _cell(value):
     """A message list as JSON text; text without half of a surrogate pair, which pandas refuses."""
-    text = json.dumps(value) if isinstance(value, list | dict) else value
+    text = json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value
     return text.encode("utf-8", "replace").decode() if isinstance(text, str) else text
 
 

@@ -91,6 +91,7 @@ def _answer(engine, how, messages: list[dict], tools: list[dict] | None, screen:
 
 def typed(screen: TextIO) -> Iterator[str]:
     """The lines that the user types, until Ctrl-D or Ctrl-C."""
+    sys.stdin.reconfigure(errors="replace")  # bytes that are no UTF-8 would end the chat
     with contextlib.suppress(KeyboardInterrupt):
         while True:
             screen.write("> ")

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from verl_tasks.ends import readable
 from verl_tasks.evaluation.rollouts import Rollout
 from verl_tasks.guarded import asks_judge
 from verl_tasks.rewards.answers import after_thinking, in_ascii, with_opened_thinking
@@ -77,7 +78,7 @@ def read(rollouts: list[Rollout], compute_score: Callable | None, environment: t
 
     def of(rollout: Rollout) -> bool:
         reward, extra = rollout.reward, rollout.extra_info or {}
-        if reward.get("acc", 0) > 0 or reward.get("format", 0) > 0:
+        if reward.get("acc", 0) > 0 or ("format" in reward and readable(reward)):
             return reward.get("acc", 0) > 0
         if not environment:
             later = {name: value for name, value in extra.items() if name != "think_opened"}

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import pandas as pd
 
-from verl_tasks.ends import CUT, OF_PROGRAMS, TIMEOUT, cut_key
+from verl_tasks.ends import CUT, OF_PROGRAMS, TIMEOUT, cut_key, readable
 from verl_tasks.evaluation import statistics
 from verl_tasks.evaluation.rollouts import GREEDY, SAMPLED, TOO_LONG, Rollout
 from verl_tasks.evaluation.statistics import Estimate, bootstrap_mean
@@ -93,7 +93,7 @@ def _answer(rollout: Rollout) -> dict[str, float]:
     a lenient reader alone finds right. NaN: no lenient reader was asked."""
     right, asked = rollout.reward["acc"] > 0, rollout.lenient is not None
     loss = bool(rollout.lenient) and not right
-    unreadable = not right and (loss or rollout.reward.get("format", 1) <= 0)
+    unreadable = not right and (loss or not readable(rollout.reward))
     found = {"wrong": not right and not unreadable, "unreadable": unreadable}
     found |= {"lenient": right or loss if asked else np.nan, "format_loss": loss if asked else np.nan}
     return {name: float(value) for name, value in found.items()}

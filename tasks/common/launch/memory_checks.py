@@ -87,6 +87,7 @@ def window(s: Settings, shapes: memory.Shapes) -> Iterator[Finding]:
     if shapes.window and longest > shapes.window:
         lengths = f"MAX_PROMPT_LENGTH={s.MAX_PROMPT_LENGTH} + {name}={response}"
         text = f"{lengths}: more than MODEL's window of {shapes.window} tokens"
+        text += ", which only vLLM can stretch" if shapes.stretch > 1 else ""
         yield error("lengths", text, "lower one of them, or take another MODEL")
 
 

@@ -40,7 +40,8 @@ def names(s: Settings, model: str) -> dict[str, str]:
     if not is_adapter(Path(model)):
         return {s.TASK: model}
     base = base_model(model)
-    return {Path(base).name: base, s.TASK: model}
+    name = Path(base).name
+    return {f"{name}-base" if name == s.TASK else name: base, s.TASK: model}
 
 
 def arguments(s: Settings, command: Command, model: str) -> list[str]:
@@ -64,7 +65,9 @@ def arguments(s: Settings, command: Command, model: str) -> list[str]:
         "override-generation-config": json.dumps(defaults | {"top_k": 0, "repetition_penalty": 1.0}),
     }
     given |= {"block-size": CPU_BLOCK_SIZE} if on_cpu else {}
-    given |= {"max-lora-rank": max_rank(Path(model)), "lora-modules": f"{adapter[0]}={model}"} if adapter else {}
+    if adapter:  # as JSON: a folder's name may have a comma
+        module = {"name": adapter[0], "path": model}
+        given |= {"max-lora-rank": max_rank(Path(model)), "lora-modules": json.dumps(module, ensure_ascii=False)}
     flags = ["--enforce-eager"] * on_cpu + ["--enable-lora"] * bool(adapter)
     return [*(word for name, value in given.items() for word in (f"--{name}", str(value))), *flags]
 

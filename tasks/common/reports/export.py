@@ -61,13 +61,14 @@ def base_id(s: Settings, command: Command, start: str) -> str:
 def licence(base: str, start: str) -> str:
     """The licence that the base model's own card names, in the hub's spelling; "unknown" where none is at hand."""
     from huggingface_hub import ModelCard, try_to_load_from_cache
+    from yaml import YAMLError
 
     if base == EMBEDDED_ID:
         return "apache-2.0"
     card = Path(start) / "README.md" if Path(start).is_dir() else try_to_load_from_cache(start, "README.md")
     try:
         return ModelCard.load(card).data.license or "unknown"
-    except (OSError, TypeError, ValueError, AttributeError):
+    except (OSError, TypeError, ValueError, AttributeError, YAMLError):
         return "unknown"
 
 

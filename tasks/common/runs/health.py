@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import correlation, linear_regression, mean, median
 from typing import NoReturn
 
-from verl_tasks.ends import CUT, LENGTH, cut_key, remedy
+from verl_tasks.ends import CUT, LENGTH, cut_key, readable, remedy
 from verl_tasks.files import write_json
 from verl_tasks.settings import HEALTH_RULES, Settings
 
@@ -84,7 +84,7 @@ def no_signal(scores: list[dict], groups: list, cut: list[bool], s: Settings) ->
     ends = Counter(end for each in scores for end in CUT if each.get(cut_key(end)))
     if not ends:  # of single responses
         ends = Counter({LENGTH: sum(cut)})
-    unread = sum(each.get("format", 1) < 1 for each, off in zip(scores, cut, strict=True) if not off)
+    unread = sum(not readable(each) for each, off in zip(scores, cut, strict=True) if not off)
     counts = {"cut off": sum(cut), "unreadable": unread}
     counts["wrong"] = len(scores) - right - sum(counts.values())
     worst = max(counts, key=counts.get)

@@ -146,10 +146,12 @@ class Packed:
 
 
 def pack(prompts: list[list[int]], shared: list[int], lengths: list[int]) -> Packed:
-    """``prompts``: the rows of each; ``shared`` and ``lengths``: of each row the tokens of its prompt and in all."""
+    """``prompts``: the rows of each; ``shared`` and ``lengths``: of each row the tokens of its prompt and in all.
+
+    Something is predicted of each sequence: without any the loss of a micro-batch would have no gradient.
+    """
     starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
-    none = torch.empty(0, dtype=torch.long)
-    tokens, places, sources = [], [none] * len(lengths), [none] * len(lengths)
+    tokens, places, sources = [], [torch.empty(0)] * len(lengths), [torch.empty(0)] * len(lengths)
     at = 0  # how many tokens stand in the row
     for rows in prompts:
         prompt = shared[rows[0]]
@@ -159,9 +161,9 @@ def pack(prompts: list[list[int]], shared: list[int], lengths: list[int]) -> Pac
             kept = torch.arange(begin + prompt if number else begin, end)
             tokens.append(kept)
             at += len(kept)
-            if response := end - begin - prompt:
-                places[row] = torch.cat([last, torch.arange(at - response, at - 1)])
-                sources[row] = torch.arange(begin + prompt - 1, end - 1)
+            own = at - (end - begin - prompt)  # where the response begins; of an empty one the next token is predicted
+            places[row] = torch.cat([last, torch.arange(own, max(own, at - 1))])
+            sources[row] = torch.arange(begin + prompt - 1, max(begin + prompt, end - 1))
     counts = torch.tensor([len(each) for each in sources])
     return Packed(torch.cat(tokens), torch.cat(places), torch.cat(sources), counts)
 

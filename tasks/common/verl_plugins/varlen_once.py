@@ -162,13 +162,15 @@ def varlen_once(
 ) -> tuple[torch.Tensor, None]:
     """As ``varlen`` (varlen_attention.py), which computes the rows without a shared prompt, and says what it refuses.
 
-    prompts_once.py makes the others, of plain models alone: none of ``others`` is set for them.
+    prompts_once.py makes the others, of plain models alone. Raises ValueError for a mask, dropout or a window.
     """
     whole = len(query) == get_ulysses_sequence_parallel_world_size() == 1  # neither padded rows nor slices of one
     where = layout(position_ids) if whole else None
     if where is None:
         given = {"position_ids": position_ids, "scaling": scaling} | others
         return varlen(module, query, key, value, attention_mask, **given)
+    if attention_mask is not None or others.get("dropout") or others.get("sliding_window") is not None:
+        raise ValueError(f"attn_implementation={PROMPTS_ONCE}: takes no mask, no dropout and no window")
     out = Once.apply(*(x[0].transpose(0, 1) for x in (query, key, value)), where, scaling)
     return out[None], None
 
