@@ -87,6 +87,11 @@ def exported(train_sh: Path, changes: dict[str, str]) -> dict[str, str]:
     return given | stack(given["STACK"]).ENVIRONMENT | values | {COMPLETE: "1", "PYTHONPATH": str(train_sh.parents[2])}
 
 
+def task_settings(task: str, changes: dict[str, str] | None = None) -> Settings:
+    """The settings of ``task`` under ``changes``, as its scripts read them; on the cpu stack by default."""
+    return load_settings(exported(ROOT / "tasks" / task / "train.sh", changes or {}))
+
+
 def settings_of(target: str, variables: list[str]) -> Settings:
     """The settings of `make target VARIABLE=value ...`, which the task must take; those of a task that is to be
     written are countdown's."""
@@ -141,6 +146,13 @@ def make(*arguments: str, cwd: Path = ROOT, **variables: str) -> subprocess.Comp
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def error_line(failed: subprocess.CompletedProcess) -> str:
+    """The only error of a command, in one line, for a person."""
+    assert failed.returncode and "\nTraceback" not in failed.stdout, failed.stdout
+    (line,) = [line for line in failed.stdout.splitlines() if line.startswith("error: ")]
+    return line
 
 
 def by_torchrun(module: str, folder: Path, processes: int) -> list[dict]:

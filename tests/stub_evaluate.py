@@ -151,6 +151,23 @@ def called(program: Callable[[], None], arguments: tuple[str, ...], environment:
     return subprocess.CompletedProcess(arguments, code, said.getvalue())
 
 
+class Workplace:
+    """A folder with artifacts, and models with a table each."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.artifacts = folder, folder / "artifacts"
+
+    def model(self, name: str, table: list) -> Path:
+        folder = self.folder / name
+        folder.mkdir(exist_ok=True)
+        (folder / "table.json").write_text(json.dumps(table))
+        return folder
+
+    def only(self, pattern: str) -> Path:
+        (path,) = self.artifacts.glob(pattern)
+        return path
+
+
 def evaluate() -> None:
     """As a single-turn task's evaluate.py."""
     main.evaluate(compute_score, metrics)

@@ -1,22 +1,31 @@
-"""evaluation/attack.py: planted holes are found, shipped rewards give no false alarm."""
+"""`make attack`: planted holes are found, shipped rewards give no false alarm; what guesses earn (incentive.py)."""
 
 import functools
 import importlib
 import json
 import os
+import random
 import re
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from itertools import islice
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+import tasks.countdown.reward
 from tasks.calculator import prepare_data as calculator
 from tasks.calculator.environment import Environment
-from tests.helpers import ROOT, SINGLE_TURN, copy_of_checkout, exported, make
-from verl_tasks.evaluation import attack
-from verl_tasks.evaluation.exploits import TURN, Form, Row, by_turns, library, shrunk, with_values
+from tasks.countdown import prepare_data as countdown_data
+from tasks.countdown.reward import compute_score
+from tests.helpers import SINGLE_TURN, copy_of_checkout, make, task_settings
+from tests.test_settings import VALUES
+from verl_tasks.evaluation import attack, incentive
+from verl_tasks.evaluation.exploits import THINKING, TURN, Form, Row, by_turns, library, shrunk, with_values
+from verl_tasks.evaluation.sample import reward_mark
+from verl_tasks.files import write_json
 from verl_tasks.guarded import Guarded, asks_judge
 from verl_tasks.rewards import gym
 from verl_tasks.rewards.answers import (
@@ -33,7 +42,7 @@ from verl_tasks.rewards.expression import parse_expression
 from verl_tasks.rewards.math_answer import find_answer, read_number
 from verl_tasks.rewards.tool_calls import Malformed, matched, parse_response
 from verl_tasks.rows import chat, rl_row
-from verl_tasks.settings import load_settings
+from verl_tasks.settings import artifacts, code_digest, load_settings
 
 
 def rows_of(examples, count: int = 24) -> list[Row]:
@@ -51,7 +60,7 @@ def rows_of(examples, count: int = 24) -> list[Row]:
 def rows(task: str, count: int = 24) -> list[Row]:
     """Problems that a task makes itself."""
     module = importlib.import_module(f"tasks.{task}.prepare_data")
-    settings = load_settings(exported(ROOT / "tasks" / task / "train.sh", {"N_GPUS": "1"}))
+    settings = task_settings(task, {"N_GPUS": "1"})
     return rows_of(module.generate(settings), count)
 
 
@@ -297,7 +306,7 @@ class ForgetsTheTruth(Environment):
 
 def episodes(count: int = 24) -> list[Row]:
     found = []
-    settings = load_settings(exported(ROOT / "tasks/calculator/train.sh", {"N_GPUS": "1"}))
+    settings = task_settings("calculator", {"N_GPUS": "1"})
     for example in islice(calculator.generate(settings), count):
         row = rl_row("calculator", chat(example.prompt), example.ground_truth, "train", len(found))
         turns = [message["content"] for message in example.demonstration if message["role"] == "assistant"]
@@ -494,7 +503,7 @@ def test_make_attack_writes_what_it_found_and_fails_in_ci(tmp_path):
 @pytest.mark.medium
 def test_the_lines_of_a_found_hole_fail_until_it_is_closed(tmp_path):
     """For an environment: whether the episode ends is not stated. For a reward: partial credit is left to it."""
-    s = replace(load_settings(exported(ROOT / "tasks/calculator/train.sh", {"N_GPUS": "1"})), MAX_TURNS=40)
+    s = replace(task_settings("calculator", {"N_GPUS": "1"}), MAX_TURNS=40)
     search = attacked(functools.partial(attack.episode, PaysForCalls, 40), episodes(), 400, most=1.0)
     lines = [attack.example(s, search, finding) for finding in search.found.values()]
     (tmp_path / "examples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -504,7 +513,7 @@ def test_the_lines_of_a_found_hole_fail_until_it_is_closed(tmp_path):
 
     problems = [replace(row, extra={"split": "train", "index": 3, "key": None, "unit": "eggs"}) for row in plain()]
     search = attacked(paid_in_part, problems, 500)
-    s = load_settings(exported(ROOT / "tasks/countdown/train.sh", {"N_GPUS": "1"}))
+    s = task_settings("countdown", {"N_GPUS": "1"})
     lines = [attack.example(s, search, finding) for finding in search.found.values()]
     assert lines and all(line["extra_info"] == {"unit": "eggs"} and line["below"] == 0.7 for line in lines)
     (tmp_path / "examples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -519,3 +528,122 @@ def paid_in_part(source, response, truth, extra_info=None):
     """A right answer is the truth; one that is empty counts as right too, at a lower score."""
     right, empty = response.strip() == truth, not response.strip()
     return {"score": 1.0 if right else 0.7 if empty else 0.3, "acc": float(right or empty)}
+
+
+@pytest.fixture(scope="module")
+def guessed():
+    hard = islice(countdown_data.problems(random.Random(3), "hard"), 24)
+    made = [countdown_data.example(**problem) for problem in hard]
+    return [Row(each.prompt, json.dumps(each.ground_truth), each.demonstration) for each in made]
+
+
+@pytest.fixture
+def s(tmp_path, monkeypatch):
+    monkeypatch.setenv("ARTIFACTS", str(tmp_path))
+    return SimpleNamespace(TASK="own", REWARD="", AGENT_IMAGE="", reward_file=Path(tasks.countdown.reward.__file__))
+
+
+def told(s, guessed, score) -> list[tuple[str, bool]]:
+    reward = Guarded(score, guessed)
+    try:
+        return list(incentive.told(s, guessed, reward, 60))
+    finally:
+        reward.close()
+
+
+def started_at(s, score: float, model: str = "m") -> None:
+    found = {"model": model, "mark": reward_mark(s), "metrics": {"score": {"value": score}}}
+    write_json(artifacts() / "probe/own" / Path(model).name / "probe.json", found)
+
+
+def test_the_ladder_of_countdown_pays_a_guess_more_than_the_start_earns(s, guessed):
+    started_at(s, 0.09)
+    (earns, _), (warning, warns) = told(s, guessed, partial(compute_score, variant="ladder"))
+    assert warns and "no thought: 0.417 (17% right)" in earns
+    assert "<answer>" in warning and "the start's own samples 0.090 (make probe: m)" in warning
+
+
+def test_a_start_that_earns_more_is_not_warned_of(s, guessed):
+    started_at(s, 0.5)
+    assert [warns for _, warns in told(s, guessed, partial(compute_score, variant="ladder"))] == [False]
+
+
+def test_countdowns_default_pays_a_guess_nothing(s, guessed):
+    ((earns, warns),) = told(s, guessed, compute_score)
+    assert not warns and "a guess of the row's numbers, no thought: 0.000 (17% right)" in earns
+    started_at(s, 0.02)  # a thought that is the same for all has none of the row's numbers
+    assert [warns for _, warns in told(s, guessed, compute_score)] == [False]
+
+
+def test_a_right_guess_tempts_where_demonstrations_think(s, guessed):
+    """With it a 1.5B that was right in 2 % unlearned all thought: results/gpu.json#h200-countdown-1.5b-guess."""
+
+    def right_is_right(*row, **more):
+        result = compute_score(*row, **more)
+        return result | {"score": max(result["score"], float(result["acc"]))}
+
+    started_at(s, 0.02)
+    (_, _), (warning, warns) = told(s, guessed, right_is_right)
+    assert warns and "no thought" in warning and "earns 0.167 (17% right)" in warning
+    bare = [replace(row, demonstration=THINKING.sub("", row.demonstration)) for row in guessed]
+    assert [warns for _, warns in told(s, bare, right_is_right)] == [False]
+
+
+def test_samples_of_a_trained_model_and_of_another_reward_are_not_the_starts(s):
+    run = artifacts() / "runs/own/grpo-1"
+    settings = asdict(load_settings(VALUES)) | {"REWARD": ""}
+    reads = {"reward": code_digest(s.reward_file)}
+    made = {"kind": "rl", "fingerprint": "1", "start": "m", "settings": settings, "arguments": [], "reads": reads}
+    write_json(run / "settings.json", made)
+    (run / "metrics").mkdir()
+    (run / "metrics/000.jsonl").write_text(json.dumps({"step": 1, "data": {"critic/score/mean": 0.2}}) + "\n")
+    started_at(s, 0.9, f"{run}/checkpoints/global_step_8")
+    assert incentive.start_score(s) == (0.2, "first step of grpo-1")
+    started_at(s, 0.1)
+    assert incentive.start_score(s) == (0.1, "make probe: m")
+    s.REWARD = "ladder"
+    assert incentive.start_score(s) is None
+    s.REWARD, s.reward_file = "", Path(__file__)
+    assert incentive.start_score(s) is None
+
+
+def test_without_samples_of_the_start_much_of_a_right_answer_is_warned_of(s, guessed):
+    (_, (warning, warns)) = told(s, guessed, partial(compute_score, variant="ladder"))
+    assert warns and "make probe TASK=own says what the start's own samples earn" in warning
+
+
+def test_what_is_right_is_no_partial_credit(s):
+    """Two numbers and always the same operator: often right, which nothing is wrong with."""
+    found = [Row(f"{n} {n + 1}", str(2 * n + 1), f"<think>so</think>{n}+{n + 1}") for n in range(10, 30)]
+
+    def score(source, response, truth, extra=None):
+        right = float(response.rpartition(">")[2] == f"{int(truth) // 2}+{int(truth) // 2 + 1}")
+        return {"score": right, "acc": right}
+
+    ((earns, warns),) = told(s, found, score)
+    assert not warns and "no thought: 1.000 (100% right)" in earns
+
+
+def test_rows_without_demonstrations_tell_nothing(s):
+    assert told(s, [Row("1", "1"), Row("2", "2")], compute_score) == []
+
+
+def test_numbers_take_the_places_of_the_others():
+    change = incentive.with_numbers
+    assert change("<answer>98-73</answer>", "Numbers: 73, 98. Target: 25.", "Numbers: 5, 7. Target: 2.") == (
+        "<answer>7-5</answer>"
+    )
+    assert change("7", "1 and 2", "3 and 4") is None is change("1", "1 and 2", "3")
+
+
+def test_a_training_warns_before_it_trains(s, guessed, monkeypatch, capsys):
+    from verl_tasks.launch import main
+
+    s.REWARD = "ladder"
+    monkeypatch.setattr(main, "compute_score_of", lambda s: compute_score)
+    monkeypatch.setattr(main.attacks, "rows_of", lambda s, count: guessed)
+    main._warn_of_guesses(s)
+    assert capsys.readouterr().out.startswith("  warning: a guess of the row's numbers, no thought, such as '<answer>")
+    s.REWARD = ""
+    main._warn_of_guesses(s)
+    assert capsys.readouterr().out == ""

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import tasks
-from tests.helpers import PYTHON, ROOT, checkout_with, make, outside_make, refused, with_embedded
+from tests.helpers import PYTHON, ROOT, checkout_with, error_line, make, outside_make, refused, with_embedded
 from tests.test_settings import VALUES
 from verl_tasks import errors
 from verl_tasks.launch.task import compute_score_of
@@ -21,12 +21,6 @@ from verl_tasks.rewards.answers import RewardError
 from verl_tasks.settings import SettingsError, load_settings
 
 SIZES = {"TASK": "countdown", "STACK": "cpu", "TRAIN_SIZE": "32", "TEST_SIZE": "8", "SFT_SIZE": "32"}
-
-
-def errors_of(result) -> list[str]:
-    assert result.returncode != 0, result.stdout
-    assert "Traceback" not in result.stdout
-    return [line for line in result.stdout.splitlines() if line.startswith("error:")]
 
 
 @pytest.fixture
@@ -88,7 +82,7 @@ def test_a_reward_that_cannot_be_loaded_is_named_before_anything_starts(variable
     checkout = checkout_with("unloadable", tmp_path)
     (checkout / "tasks/unloadable/reward.py").write_text("def compute_score(:")
     for command in ("probe", "eval", "rescore"):
-        (error,) = errors_of(make(command, cwd=checkout, **{**variables, "TASK": "unloadable"}, ROLLOUTS="x"))
+        error = error_line(make(command, cwd=checkout, **{**variables, "TASK": "unloadable"}, ROLLOUTS="x"))
         assert "unloadable/reward.py: cannot be loaded: SyntaxError" in error
 
 
@@ -148,7 +142,7 @@ def test_too_few_problems_keep_the_data_that_was_there(variables, data_dir, smal
     rows = [{"nums": [1, 2, n], "target": n + 3} for n in range(3, 13)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     small = {"MODEL": str(small_model), "MAX_PROMPT_LENGTH": "512"}  # a byte is a token
-    (error,) = errors_of(make("data", **variables, **small, SOURCE=str(folder), DEV_SIZE="0", TEST_FREQ="0"))
+    error = error_line(make("data", **variables, **small, SOURCE=str(folder), DEV_SIZE="0", TEST_FREQ="0"))
     assert "only 2 training prompts" in error and "less than TRAIN_BATCH_SIZE=" in error
     assert (data_dir / "train.parquet").read_bytes() == before
     assert "up to date" in make("data", **variables).stdout
@@ -158,10 +152,10 @@ def test_too_few_problems_keep_the_data_that_was_there(variables, data_dir, smal
 def test_a_model_without_weights_and_one_without_config_are_named(variables, tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
-    (error,) = errors_of(make("train", **variables, MODEL=str(folder)))
+    error = error_line(make("train", **variables, MODEL=str(folder)))
     assert f"MODEL={folder}" in error and "no config.json" in error
     (folder / "config.json").write_text("{}")
-    (error,) = errors_of(make("train", **variables, MODEL=str(folder)))
+    error = error_line(make("train", **variables, MODEL=str(folder)))
     assert f"MODEL={folder}" in error and "no weights" in error
 
 
@@ -203,5 +197,5 @@ def test_a_model_whose_checkpoints_do_not_fit_on_the_disk_is_refused(variables, 
     with (folder / "model.safetensors").open("wb") as f:
         f.write(struct.pack("<Q", len(header)) + header)
         f.truncate(8 + len(header) + size)  # sparse: takes no space
-    (error,) = errors_of(make("train", **variables, MODEL=str(folder), INIT="base"))
+    error = error_line(make("train", **variables, MODEL=str(folder), INIT="base"))
     assert "GB free" in error and "ARTIFACTS" in error

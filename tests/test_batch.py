@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from tasks.calculator.environment import TOOLS, Environment
-from tests.helpers import ROOT, exported, make
+from tests.helpers import make, task_settings
 from verl_tasks.evaluation import batch
 from verl_tasks.evaluation.batch import answers, paths, read_table, rl_rows, write_table
 from verl_tasks.evaluation.rollouts import Rollout
@@ -244,7 +244,7 @@ def test_a_row_without_a_ground_truth_that_is_needed_is_named_before_a_model_is_
     write_parquet(prompt, tmp_path / "data/calculator/test.parquet", rl_schema(tools=True))
     rows = [{"prompt": "1 + 2", "ground_truth": {"answer": "3"}}, {"prompt": "2 + 2"}]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    s = load_settings(exported(ROOT / "tasks/calculator/train.sh", {"N_GPUS": "1", "ARTIFACTS": str(tmp_path)}))
+    s = task_settings("calculator", {"N_GPUS": "1", "ARTIFACTS": str(tmp_path)})
     command = Command(**{f.name: f.metadata["default"] for f in fields(Command)})
     command = replace(command, INPUT=str(tmp_path / "in.jsonl"), OUTPUT=str(tmp_path / "out.jsonl"))
     said = r"row 2 has no ground_truth, which the environment needs: TypeError: .* \(tests/test_batch\.py:\d+, in step"

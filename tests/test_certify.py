@@ -11,7 +11,7 @@ import pytest
 
 from tasks.calculator.environment import TOOLS, Environment
 from tasks.calculator.prepare_data import SYSTEM, demonstration
-from tests.helpers import ROOT, SMALL, exported, make, refused
+from tests.helpers import SMALL, make, refused, task_settings
 from verl_tasks.evaluation import certify as checks
 from verl_tasks.evaluation.certify import Chat, Played, Turn
 from verl_tasks.evaluation.rollouts import Completion
@@ -21,7 +21,6 @@ from verl_tasks.rewards import episode
 from verl_tasks.rewards.environment import Step
 from verl_tasks.rewards.tool_calls import render_calls
 from verl_tasks.rows import chat, rl_row, rl_schema, sft_row, sft_schema, write_parquet
-from verl_tasks.settings import load_settings
 
 PROBLEM = "347 * 58"
 PROMPT = chat(f"What is {PROBLEM}?", SYSTEM)
@@ -78,7 +77,7 @@ def certified(small_model, tmp_path, monkeypatch):
         if template:
             (model / "chat_template.jinja").write_text(template((model / "chat_template.jinja").read_text()))
         tokenizer = AutoTokenizer.from_pretrained(model)
-        s = load_settings(exported(ROOT / f"tasks/{task}/train.sh", given))
+        s = task_settings(task, given)
         found = certified(s, str(model), lambda: Engine(model, tokenizer, **engine))
         return {check.name: check for check in found}
 
@@ -186,7 +185,7 @@ def test_a_wrong_token_of_a_later_sequence_is_found(certified, rewriting, monkey
 )
 def test_a_demonstration_that_a_limit_cuts_is_told(tokenizer, changes, state, said):
     s = replace(
-        load_settings(exported(ROOT / "tasks/calculator/train.sh", SMALL | {"N_GPUS": "1", "MAX_TURN_LENGTH": "48"})),
+        task_settings("calculator", SMALL | {"N_GPUS": "1", "MAX_TURN_LENGTH": "48"}),
         **LONG | changes,
     )
     found = checks.limits({"demonstration 0": checks.cut_by(s, SHOWN.ids(tokenizer)[1])})

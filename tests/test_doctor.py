@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests import results
-from tests.helpers import QWEN25_3B, ROOT, SMALL, exported, make, write_checkpoint
+from tests.helpers import QWEN25_3B, ROOT, SMALL, error_line, make, task_settings, write_checkpoint
 from tests.test_profiles import CONFIGS, PROFILES, hardware_of, loaded
 from tests.test_settings import VALUES
 from verl_tasks.launch import doctor, memory_checks
@@ -31,7 +31,7 @@ from verl_tasks.machine import hardware, memory
 from verl_tasks.machine.memory import EMBEDDED_CONFIG, Plan, shapes, shapes_of
 from verl_tasks.rows import decoded, read_rows
 from verl_tasks.runs.folder import rl_run, sft_dir
-from verl_tasks.settings import GPU_MIB, load_settings, problems
+from verl_tasks.settings import GPU_MIB, problems
 from verl_tasks.stacks import cpu
 
 SECONDS = 20
@@ -88,7 +88,7 @@ def findings(variables: dict[str, str], arguments: tuple[str, ...] = (), stage: 
     """What `make doctor` prints, without a program of its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ARTIFACTS", variables["ARTIFACTS"])
-        s = load_settings(exported(ROOT / "tasks/countdown/train.sh", variables))
+        s = task_settings("countdown", variables)
         return [f"{each.state} {each}" for each in doctor.findings(s, list(arguments), stage)]
 
 
@@ -170,7 +170,7 @@ def test_a_fault_late_in_a_training_file_of_ones_own_is_an_error(prepared, monke
     first, *others = table.to_pylist()
     rows = [first, *others, first | {"prompt": None}]
     pq.write_table(pa.Table.from_pylist(rows, table.schema), own := tmp_path / "own.parquet")
-    s = load_settings(exported(ROOT / "tasks/countdown/train.sh", prepared | {"TRAIN_FILE": str(own)}))
+    s = task_settings("countdown", prepared | {"TRAIN_FILE": str(own)})
     (found,) = [each for each in doctor.data(s, False) if each.state == "error"]
     assert found.text.startswith(f"{own}: row 16, column prompt: ") and found.fix == "correct TRAIN_FILE"
 
@@ -202,8 +202,7 @@ def test_a_training_says_what_is_not_ok_and_does_not_begin(prepared, copy):
     examples = copy / "tasks/countdown/examples.jsonl"
     examples.write_text(examples.read_text().replace('"score": 1', '"score": 0.5', 1))
     result = make("train", cwd=copy, **prepared)
-    (line,) = [line for line in result.stdout.splitlines() if line.startswith("error:")]
-    assert result.returncode != 0 and "reward: " in line and "examples.jsonl" in line
+    assert "reward: " in (line := error_line(result)) and "examples.jsonl" in line
     assert "[2/" not in result.stdout and "checks ok" not in result.stdout
 
 
@@ -275,11 +274,8 @@ def visible(monkeypatch, tmp_path):
     return found
 
 
-def settings(monkeypatch, **changes):
-    environment = exported(
-        ROOT / "tasks/countdown/train.sh", {"STACK": "current", "N_GPUS": "1", "INIT": "base", **changes}
-    )
-    return load_settings(environment)
+def settings(**changes):
+    return task_settings("countdown", {"STACK": "current", "N_GPUS": "1", "INIT": "base", **changes})
 
 
 @pytest.fixture(autouse=True)
@@ -309,8 +305,8 @@ def test_nvidia_smi_has_time_to_start_the_driver_and_a_timeout_is_told(monkeypat
     assert capsys.readouterr() == ("", said)
 
 
-def test_the_memory_is_that_of_the_gpu_with_the_uuid(visible, monkeypatch, small_model):
-    s = settings(monkeypatch, MODEL=str(small_model))
+def test_the_memory_is_that_of_the_gpu_with_the_uuid(visible, small_model):
+    s = settings(MODEL=str(small_model))
     for name, state in (("GPU-0c4f", "error"), ("GPU-1c4f", "ok"), ("MIG-1c4f", "warning")):
         found = visible(name, 81000, 0)
         said = [f for f in memory_checks.batches_and_memory(s, [], "train", found) if f.what == "memory"]
@@ -323,8 +319,8 @@ def test_the_memory_is_that_of_the_gpu_with_the_uuid(visible, monkeypatch, small
     assert str(none) == "gpu: CUDA_VISIBLE_DEVICES=GPU-7: names no GPU here; correct it"
 
 
-def test_gpus_that_are_missing_or_taken_are_said(monkeypatch):
-    s = settings(monkeypatch, N_GPUS="4")
+def test_gpus_that_are_missing_or_taken_are_said():
+    s = settings(N_GPUS="4")
     found = list(doctor.of_machine(s, smi(4, 30000, processes=PROCESS.format(pid=2**22, name="python3", used=29000))))
     assert [f.state for f in found] == ["ok", "ok", "error", "warning", "warning"]
     assert "N_GPUS=4, and there are 2; set N_GPUS=2" in str(found[2])
@@ -333,8 +329,8 @@ def test_gpus_that_are_missing_or_taken_are_said(monkeypatch):
     assert error.state == "error" and "STACK=cpu" in error.fix
 
 
-def test_a_teachers_gpu_is_counted_where_one_of_an_experiments_methods_has_a_teacher(monkeypatch, small_model):
-    s = settings(monkeypatch, N_GPUS="2", MODEL=str(small_model))
+def test_a_teachers_gpu_is_counted_where_one_of_an_experiments_methods_has_a_teacher(small_model):
+    s = settings(N_GPUS="2", MODEL=str(small_model))
     runs = [s, replace(s, METHOD="distill", TEACHER=s.MODEL)]
     assert [f.state for f in doctor.of_machine(s, smi(4, 4), [s])] == ["ok", "ok"]
     assert [f.state for f in doctor.of_machine(s, smi(4, 4, 4), runs)] == ["ok", "ok"]
@@ -342,9 +338,9 @@ def test_a_teachers_gpu_is_counted_where_one_of_an_experiments_methods_has_a_tea
     assert str(error) == "gpu: N_GPUS=2 and 1 for TEACHER, and there are 2; set N_GPUS=1"
 
 
-def test_the_gpus_that_are_advised_share_the_batches(monkeypatch):
+def test_the_gpus_that_are_advised_share_the_batches():
     def advised(there: int, **changes: str) -> str:
-        s = settings(monkeypatch, **changes)
+        s = settings(**changes)
         found = replace(smi(4, 4), gpus=(smi(4, 4).gpus * 4)[:there])
         return next(f.fix for f in doctor.of_machine(s, found) if f.state == "error")
 
@@ -391,7 +387,7 @@ def changes_of(part: str) -> dict[str, float]:
     ],
 )
 def test_who_follows_the_advice_on_gpus_and_memory_has_settings_that_fit(there, given, ram, wanted, monkeypatch):
-    s = settings(monkeypatch, **LARGE | given)
+    s = settings(**LARGE | given)
     for fix in wanted:
         first, *_ = advice_on(there, s, monkeypatch, ram)
         assert first.fix.startswith(fix), first
@@ -400,8 +396,8 @@ def test_who_follows_the_advice_on_gpus_and_memory_has_settings_that_fit(there, 
 
 
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda path: path.stem)
-def test_the_table_of_profiles_has_the_numbers_of_the_estimate(profile, monkeypatch):
-    s = loaded(profile, monkeypatch)
+def test_the_table_of_profiles_has_the_numbers_of_the_estimate(profile):
+    s = loaded(profile)
     gpu = GPU_MIB[hardware_of(profile)[1]] * hardware.MIB
     needs = memory.estimate(shapes(CONFIGS[s.MODEL]), memory_checks.plan(s, []), gpu)
     update, sampling, ram = (f"{sum(part.values()) / 1e9:.0f}" for part in (needs.update, needs.sampling, needs.ram))
@@ -411,10 +407,10 @@ def test_the_table_of_profiles_has_the_numbers_of_the_estimate(profile, monkeypa
 
 
 @pytest.mark.parametrize(("used", "state"), [([0, 0, 0, 0], "ok"), ([0, 0, 81000, 0], "error"), ([0, 81385], "error")])
-def test_the_gpus_of_all_trainings_at_a_time_are_checked(used, state, monkeypatch, small_model):
+def test_the_gpus_of_all_trainings_at_a_time_are_checked(used, state, small_model):
     """Two groups of a GPU, and of a teacher's."""
     given = {"METHOD": "distill", "TEACHER": str(small_model)} if len(used) == 4 else {}
-    s = settings(monkeypatch, MODEL=str(small_model), **given)
+    s = settings(MODEL=str(small_model), **given)
     jobs = memory_checks.Jobs(2, 2, 2 if given else 1)
     found = smi(*used, processes=PROCESS.format(pid=2**22, name="python3", used=used[-1]))
     checks = [*memory_checks.batches_and_memory(s, [], "experiment", found, jobs)]
@@ -434,13 +430,13 @@ def test_doctor_says_what_a_training_would_refuse(monkeypatch):
         ({"CACHE": "-1"}, [], "VLLM_CPU_KVCACHE_SPACE=-1: must be a whole number of GiB"),
     ):
         monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", changes.pop("CACHE", "1"))
-        s = settings(monkeypatch, STACK="cpu", MODEL="embedded", **changes)
+        s = settings(STACK="cpu", MODEL="embedded", **changes)
         (found,) = memory_checks.batches_and_memory(s, arguments, "doctor", None)
         assert found.state == "error" and found.text.startswith(said)
 
 
 def test_a_teacher_must_fit_into_its_own_gpu(monkeypatch):
-    s = settings(monkeypatch, MODEL="embedded", METHOD="distill", TEACHER="Qwen/Qwen2.5-14B-Instruct")
+    s = settings(MODEL="embedded", METHOD="distill", TEACHER="Qwen/Qwen2.5-14B-Instruct")
     monkeypatch.setattr(memory, "shapes_of", lambda model: shapes(CONFIGS[model]))
     for used, jobs, fix in (
         ([0, 0], 2, ""),
@@ -453,7 +449,7 @@ def test_a_teacher_must_fit_into_its_own_gpu(monkeypatch):
 
 
 def test_memory_that_another_process_has_is_not_counted(monkeypatch, small_model):
-    s = settings(monkeypatch, MODEL=str(small_model), MICRO_BATCH_SIZE="1", GPU_MEMORY_UTILIZATION="0.5")
+    s = settings(MODEL=str(small_model), MICRO_BATCH_SIZE="1", GPU_MEMORY_UTILIZATION="0.5")
     planned = memory_checks.plan(s, [])
     monkeypatch.setattr(memory_checks, "plan", lambda *_: planned)  # the same each time
 
@@ -472,7 +468,7 @@ def test_memory_that_another_process_has_is_not_counted(monkeypatch, small_model
 
 def test_the_memory_of_a_warm_up_to_come_is_checked_before_the_training(monkeypatch, small_model, tmp_path):
     monkeypatch.setenv("ARTIFACTS", str(tmp_path))
-    s = settings(monkeypatch, MODEL=str(small_model), INIT="sft")
+    s = settings(MODEL=str(small_model), INIT="sft")
 
     def memory_of(s, stage: str = "train") -> list[tuple[str, bool]]:
         found = memory_checks.batches_and_memory(s, [], stage, smi(4))
@@ -576,8 +572,8 @@ def test_an_index_that_is_none_gives_no_shapes(index, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a/b--c", "é/x", "a/b/c"])
-def test_what_cannot_be_a_hub_id_is_said_in_one_line(name, monkeypatch):
-    s = settings(monkeypatch, MODEL=name, STACK="cpu")
+def test_what_cannot_be_a_hub_id_is_said_in_one_line(name):
+    s = settings(MODEL=name, STACK="cpu")
     (said,) = [f for f in doctor.findings(s, []) if f.state == "error" and f.what != "packages"]
     assert str(said) == f"model: MODEL={name}: no such folder, and not a hub id (owner/name); set MODEL"
     assert shapes_of(name) is None
@@ -603,7 +599,7 @@ def test_the_estimate_on_a_cpu_is_above_what_was_measured(recipe, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", cpu.ENVIRONMENT["VLLM_CPU_KVCACHE_SPACE"])
     monkeypatch.setattr(hardware, "number_bytes", lambda on_cpu: 2)  # they ran in bfloat16
     task = recipe.split("-")[1]
-    s = load_settings(exported(ROOT / f"tasks/{task}/train.sh", {"STACK": "cpu"}))
+    s = task_settings(task)
     estimate = sum(memory.estimate(shapes(EMBEDDED_CONFIG), memory_checks.plan(s, [])).ram.values())
     assert 1 < estimate / 1e9 / results.recipes()[recipe]["ram_gb"] < 1.3
 
@@ -686,8 +682,8 @@ ADVISED = [  # of a model on GPUs of so many GB: what is given, the stage, and w
 
 
 @pytest.mark.parametrize(("name", "size", "given", "stage", "more"), ADVISED)
-def test_what_is_advised_is_taken_and_leaves_something_to_spare(name, size, given, stage, more, monkeypatch):
-    s, model = settings(monkeypatch, **given), shapes(CONFIGS[f"Qwen/Qwen2.5-{name}-Instruct"])
+def test_what_is_advised_is_taken_and_leaves_something_to_spare(name, size, given, stage, more):
+    s, model = settings(**given), shapes(CONFIGS[f"Qwen/Qwen2.5-{name}-Instruct"])
     gpu = hardware.GPU("", size * 10**9, size * 10**9)
 
     def found(s) -> list[Finding]:
@@ -717,7 +713,7 @@ def test_what_is_advised_is_taken_and_leaves_something_to_spare(name, size, give
 )
 def test_the_room_for_checkpoints_is_of_the_best_the_last_and_the_next(changes, count, bytes_each, monkeypatch):
     monkeypatch.setattr(hardware, "free_disk", lambda path: (path, 0))
-    s = load_settings(exported(ROOT / "tasks/countdown/train.sh", {"MODEL": "embedded", "INIT": "base", **changes}))
+    s = task_settings("countdown", {"MODEL": "embedded", "INIT": "base", **changes})
     disk = next(doctor.disk(s))
     parameters = shapes(EMBEDDED_CONFIG).parameters
     assert f"{count} checkpoints need about {doctor.gb(count * bytes_each * parameters)}" in disk.text
@@ -728,7 +724,7 @@ def test_the_warm_ups_checkpoint_stays_beside_those_of_the_training(monkeypatch,
     given = {"MODEL": "embedded", "INIT": "sft", "METHOD": "ppo", "ARTIFACTS": str(tmp_path)}
     monkeypatch.setenv("ARTIFACTS", str(tmp_path))
     s, parameters = (
-        load_settings(exported(ROOT / "tasks/countdown/train.sh", given)),
+        task_settings("countdown", given),
         shapes(EMBEDDED_CONFIG).parameters,
     )
     assert f"4 checkpoints need about {doctor.gb((16 + 3 * 28) * parameters)}" in next(doctor.disk(s)).text
@@ -738,7 +734,7 @@ def test_the_warm_ups_checkpoint_stays_beside_those_of_the_training(monkeypatch,
 
 
 def test_the_memory_of_an_experiment_is_checked_for_each_method(monkeypatch, small_model):
-    s = settings(monkeypatch, MODEL=str(small_model))
+    s = settings(MODEL=str(small_model))
     runs = [replace(s, METHOD=name, TRAIN_SEED=seed) for name in ("grpo", "ppo") for seed in (1, 2)]
     planned, plan = [], memory_checks.plan
     monkeypatch.setattr(memory_checks, "plan", lambda each, *more: planned.append(each.METHOD) or plan(each, *more))
@@ -759,7 +755,7 @@ def of_an_experiment(monkeypatch):
         monkeypatch.setattr(doctor, name, lambda *_: [])
 
     def found(jobs: int, there: int, methods: str = "grpo,gspo", seeds: int = 2, **changes: str):
-        s = settings(monkeypatch, **SHARED | changes)
+        s = settings(**SHARED | changes)
         names = methods.split(",")
         runs = [replace(s, METHOD=name, TRAIN_SEED=seed) for seed in range(seeds) for name in names]
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(there))))
@@ -779,9 +775,9 @@ def test_trainings_that_share_a_gpu_must_fit_beside_each_other(jobs, there, most
     assert fewer.state == "ok" and fewer == alone
 
 
-def test_a_shared_gpu_holds_what_the_other_trainings_hold(of_an_experiment, monkeypatch):
+def test_a_shared_gpu_holds_what_the_other_trainings_hold(of_an_experiment):
     small = {"MODEL": "embedded", "MAX_TOKENS_PER_GPU": "2048", "GPU_MEMORY_UTILIZATION": "0.6"}
-    whole, model, s = 81920 * 2**20, shapes(EMBEDDED_CONFIG), settings(monkeypatch, **SHARED | small)
+    whole, model, s = 81920 * 2**20, shapes(EMBEDDED_CONFIG), settings(**SHARED | small)
     gpu = hardware.GPU("A100", whole, whole)
     for jobs, sharing in ((1, 1), (2, 1), (3, 2), (4, 2)):
         (found,) = of_an_experiment(jobs, 2, **small)
@@ -797,10 +793,10 @@ def test_a_shared_gpu_holds_what_the_other_trainings_hold(of_an_experiment, monk
     assert found.text.startswith("with JOBS=4: ") and found.fix == "set JOBS=2"
 
 
-def test_a_teacher_on_the_cpu_is_in_the_estimate(monkeypatch, small_model):
+def test_a_teacher_on_the_cpu_is_in_the_estimate(small_model):
     given = {"STACK": "cpu", "MODEL": "embedded", "INIT": "base"}
-    alone = memory_checks.plan(settings(monkeypatch, **given), [])
-    plan = memory_checks.plan(settings(monkeypatch, **given, METHOD="distill", TEACHER=str(small_model)), [])
+    alone = memory_checks.plan(settings(**given), [])
+    plan = memory_checks.plan(settings(**given, METHOD="distill", TEACHER=str(small_model)), [])
     more = {"teacher or reward model": plan.number * shapes_of(str(small_model)).parameters + plan.cache_bytes}
     ram = memory.estimate(shapes(EMBEDDED_CONFIG), plan).ram
     assert alone.served == 0 and more.items() <= ram.items() and plan.cache_bytes > 0
@@ -830,7 +826,7 @@ def test_a_warm_up_shares_no_gpu(of_an_experiment, monkeypatch, tmp_path):
 def test_the_room_for_an_experiments_checkpoints_is_that_of_all_its_trainings(monkeypatch, tmp_path):
     monkeypatch.setattr(hardware, "free_disk", lambda path: (path, 0))
     monkeypatch.setenv("ARTIFACTS", str(tmp_path))
-    s = load_settings(exported(ROOT / "tasks/countdown/train.sh", {"MODEL": "embedded", "INIT": "base"}))
+    s = task_settings("countdown", {"MODEL": "embedded", "INIT": "base"})
     runs = [replace(s, METHOD=name, TRAIN_SEED=seed) for name in ("grpo", "ppo") for seed in (1, 2, 3)]
     parameters = shapes(EMBEDDED_CONFIG).parameters
 

@@ -2,14 +2,13 @@
 
 import random
 import re
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 from tests.test_numerics import reasoning
-from tests.test_verl_config import settings_of
-from verl_tasks.training import verl_config
+from tests.test_verl_config import config_of
 from verl_tasks.training.methods import egpo as method
 
 
@@ -260,14 +259,11 @@ def test_the_trainer_is_registered(egpo):
     assert get_trainer_cls("egpo") is egpo.EGPOTrainer and issubclass(egpo.EGPOTrainer, TaskTrainer)
 
 
-def composed(monkeypatch, *arguments: str):
-    s = settings_of("countdown", monkeypatch, STACK="cpu", METHOD="egpo", EGPO_LAMBDA="0.3", EGPO_ALPHA="1.5")
-    overrides = verl_config.rl_overrides(s, "some/model", Path("/runs/r"))
-    return verl_config.compose("ppo_trainer", [*overrides, *arguments])
+composed = partial(config_of, STACK="cpu", METHOD="egpo", EGPO_LAMBDA="0.3", EGPO_ALPHA="1.5")
 
 
-def test_the_settings_reach_the_trainer(monkeypatch):
-    config = composed(monkeypatch)
+def test_the_settings_reach_the_trainer():
+    config = composed()
     assert method.problem(config) is None
     assert dict(config.trainer.v1.egpo) == {"egpo_lambda": 0.3, "egpo_alpha": 1.5}
     assert config.algorithm.adv_estimator == "grpo" and config.algorithm.norm_adv_by_std_in_grpo
@@ -282,8 +278,8 @@ def test_the_settings_reach_the_trainer(monkeypatch):
         "trainer.v1.egpo.egpo_alpha=0",
     ],
 )
-def test_what_would_train_without_the_entropy_is_refused_in_one_line(egpo, monkeypatch, argument):
-    config = composed(monkeypatch, argument)
+def test_what_would_train_without_the_entropy_is_refused_in_one_line(egpo, argument):
+    config = composed(argument)
     problem = method.problem(config)
     assert argument in problem and "\n" not in problem
     with pytest.raises(ValueError, match=re.escape(problem)):

@@ -12,7 +12,7 @@ import pytest
 from tasks.calculator import environment as calculator
 from tasks.countdown import reward as countdown
 from tests import stub_evaluate
-from tests.helpers import PYTHON, ROOT, exported
+from tests.helpers import PYTHON, ROOT, error_line, exported, task_settings
 from tests.test_runs import make_run
 from tests.test_settings import VALUES
 from verl_tasks.evaluation import sample
@@ -40,28 +40,17 @@ TRUTH = "7"
 def workplace(tmp_path):
     """Artifacts with test and training rows whose right answer is 7, and a way to write models."""
 
-    class Workplace:
-        artifacts = tmp_path / "artifacts"
-
-        def model(self, name: str, table: list) -> Path:
-            folder = tmp_path / name
-            folder.mkdir(exist_ok=True)
-            (folder / "table.json").write_text(json.dumps(table))
-            return folder
-
+    class Workplace(stub_evaluate.Workplace):
         def run(self, *arguments: str, sampled=stub_evaluate.here, **variables: str) -> subprocess.CompletedProcess:
             given = exported(ROOT / "tasks/countdown/train.sh", {"ARTIFACTS": str(self.artifacts), **variables})
             with stub_evaluate.answering(sampled):
                 return stub_evaluate.called(stub_evaluate.evaluate, arguments, given | {"PYTHONPATH": str(ROOT)})
 
-        def only(self, pattern: str) -> Path:
-            (path,) = self.artifacts.glob(pattern)
-            return path
-
+    made = Workplace(tmp_path)
     for name in ("test", "train"):
         rows = [rl_row("countdown", chat(f"{name} {i}"), TRUTH, name, i) for i in range(PROMPTS)]
-        write_parquet(rows, Workplace.artifacts / f"data/countdown/{name}.parquet", rl_schema())
-    return Workplace()
+        write_parquet(rows, made.artifacts / f"data/countdown/{name}.parquet", rl_schema())
+    return made
 
 
 def answer(text: str, reason: str = "stop", tokens: int = 10, entropy: float = 0.5) -> list:
@@ -132,8 +121,7 @@ def test_with_one_sample_pass_at_1_is_a_proportion_with_wilsons_interval(workpla
 def test_own_metrics_that_raise_are_named_and_what_was_sampled_is_kept(workplace):
     entries = [{"greedy": answer("1"), "sampled": [answer("break the metrics")]}] * PROMPTS
     result = workplace.run("eval", f"m={workplace.model('m', entries)}", N="1")
-    (error,) = [line for line in result.stdout.splitlines() if line.startswith("error:")]
-    assert result.returncode == 1 and "own metrics (evaluate.py) raised KeyError: 'broken'" in error
+    assert "own metrics (evaluate.py) raised KeyError: 'broken'" in error_line(result)
     assert len(workplace.only("eval/countdown/m-*/rollouts.jsonl").read_text().splitlines()) == 2 * PROMPTS
 
 
@@ -194,8 +182,7 @@ def test_failing_rows_and_long_prompts_are_counted_and_left_out(workplace, n):
 def test_when_nothing_can_be_scored_the_reason_is_the_error(workplace, command, models):
     model = workplace.model("m", [{"greedy": answer("raise"), "sampled": [answer("raise")] * 2}] * PROMPTS)
     result = workplace.run(command, *models.format(model, model).split(), N="2")
-    assert result.returncode == 1
-    (error,) = [line for line in result.stdout.splitlines() if line.startswith("error:")]
+    error = error_line(result)
     assert f"none of {12 if command == 'probe' else 18} completions could be scored" in error
     assert "cannot score this" in error
 
@@ -580,7 +567,7 @@ def test_the_window_is_that_of_an_adapters_base_model_and_an_unknown_one_passes(
         (tmp_path / name).mkdir()
     base, adapter, unknown = with_window(tmp_path / "base", 8192), tmp_path / "adapter", tmp_path / "unknown"
     (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base), "r": 8}))
-    s = load_settings(exported(ROOT / f"tasks/{task}/train.sh", {}))
+    s = task_settings(task)
     for model in (base, adapter):
         assert job(model, 8192 - 128).sampling.max_tokens == 8064
         with pytest.raises(SettingsError, match=f"more than {model.name}'s window of 8192 tokens"):
@@ -605,7 +592,7 @@ def test_the_window_is_that_of_an_adapters_base_model_and_an_unknown_one_passes(
     ],
 )
 def test_the_process_that_samples_has_the_same_job_and_reward(task, variables, given, tmp_path):
-    s = load_settings(exported(ROOT / f"tasks/{task}/train.sh", variables))
+    s = task_settings(task, variables)
     job, scoring = Job.of(s, "m", tmp_path / "rows", sampling(s)), Scoring.of(s, *given)
     stored = json.loads(json.dumps([asdict(job), scoring.stored()]))
     there = Scoring.read(stored[1])

@@ -48,38 +48,25 @@ PROMPTS = len(TABLE)
 
 @pytest.fixture
 def workplace(tmp_path, small_model):
-    class Workplace:
-        artifacts = tmp_path / "artifacts"
-
+    class Workplace(stub_evaluate.Workplace):
         def model(self, name: str, table: list) -> Path:
-            folder = tmp_path / name
-            folder.mkdir(exist_ok=True)
-            for file in small_model.glob("*token*"):
+            folder = super().model(name, table)
+            for file in (*small_model.glob("*token*"), small_model / "chat_template.jinja"):
                 shutil.copy(file, folder)
-            shutil.copy(small_model / "chat_template.jinja", folder)
-            (folder / "table.json").write_text(json.dumps(table))
             return folder
 
         def run(self, *arguments: str, sampled=stub_evaluate.here, **variables: str) -> subprocess.CompletedProcess:
-            given = {
-                "ARTIFACTS": str(self.artifacts),
-                "N": "2",
-                "MAX_PROMPT_LENGTH": "1024",
-                "MAX_TURNS": "4",
-            } | variables
-            given |= {"MAX_RESPONSE_LENGTH": "2048", "MAX_TURN_LENGTH": "512"}
+            given = {"N": "2", "MAX_PROMPT_LENGTH": "1024", "MAX_TURNS": "4"} | variables
+            given |= {"ARTIFACTS": str(self.artifacts), "MAX_RESPONSE_LENGTH": "2048", "MAX_TURN_LENGTH": "512"}
             environment = exported(ROOT / "tasks/calculator/train.sh", given)
             with stub_evaluate.answering(sampled):
                 return stub_evaluate.called(stub_evaluate.evaluate_episodes, arguments, environment)
 
-        def only(self, pattern: str) -> Path:
-            (path,) = self.artifacts.glob(pattern)
-            return path
-
+    made = Workplace(tmp_path)
     for name in ("test", "train"):
         rows = [rl_row("calculator", chat(f"{name} {i}"), {"answer": "7"}, name, i, TOOLS) for i in range(PROMPTS)]
-        write_parquet(rows, Workplace.artifacts / f"data/calculator/{name}.parquet", rl_schema(tools=True))
-    return Workplace()
+        write_parquet(rows, made.artifacts / f"data/calculator/{name}.parquet", rl_schema(tools=True))
+    return made
 
 
 def test_a_model_without_a_chat_template_is_refused_in_one_line_before_sampling(workplace):

@@ -73,9 +73,12 @@ class Handler(BaseHTTPRequestHandler):
         with server.lock:
             server.in_flight -= 1
         if callable(answer):
+            self.body = body
             answer(self)
-            return
-        status, headers, text = (200, {}, answer) if isinstance(answer, str) else answer
+        else:
+            self.reply(*((200, {}, answer) if isinstance(answer, str) else answer))
+
+    def reply(self, status: int, headers: dict, text: str) -> None:
         data = text.encode()
         self.send_response(status)
         for name, value in {"Content-Length": str(len(data)), **headers}.items():

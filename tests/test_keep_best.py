@@ -14,9 +14,9 @@ from tests.helpers import write_checkpoint, write_shards
 from tests.test_settings import VALUES
 from verl_tasks.launch import train
 from verl_tasks.models.merge import has_weights
-from verl_tasks.runs import checkpoint, folder, keep, validation
+from verl_tasks.runs import checkpoint, folder, validation
 from verl_tasks.runs.checkpoint import ranks, whole
-from verl_tasks.runs.run import Run, last_step, mend_tracker, read_metrics, tracker, whole_steps
+from verl_tasks.runs.run import Run, last_step, mend_tracker, prune, read_metrics, tracker, whole_steps
 from verl_tasks.settings import SettingsError, load_settings
 from verl_tasks.training import verl_config
 
@@ -186,9 +186,9 @@ def test_what_a_crash_left_goes_and_the_last_whole_one_never(tmp_path):
     (tmp_path / "checkpoints/global_step_10/data.pt").unlink()  # 10 was being written
     (tmp_path / "checkpoints/removed_global_step_4/actor").mkdir(parents=True)  # an earlier 4 was being removed
     validated(tmp_path, {2: 0.9, 4: 0.1, 6: 0.5, 8: 0.0, 10: 1.0})
-    keep.prune(tmp_path, 1)
+    prune(tmp_path, 1)
     assert folders(tmp_path) == ["global_step_2", "global_step_8"]
-    keep.prune(tmp_path, 0)
+    prune(tmp_path, 0)
     assert folders(tmp_path) == ["global_step_8"] and last_step(tmp_path) == 8
 
 
@@ -196,7 +196,7 @@ def test_nothing_goes_without_a_whole_checkpoint(tmp_path):
     write_whole(tmp_path, [2, 4])
     for step in (2, 4):
         (tmp_path / f"checkpoints/global_step_{step}/data.pt").write_bytes(b"PK")
-    keep.prune(tmp_path, 0)
+    prune(tmp_path, 0)
     assert folders(tmp_path) == ["global_step_2", "global_step_4"]
 
 
@@ -208,11 +208,11 @@ def test_a_crash_while_one_is_removed_leaves_no_half_checkpoint(tmp_path, monkey
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(keep.shutil, "rmtree", killed)
-        keep.prune(tmp_path, 0)
+        patched.setattr(shutil, "rmtree", killed)
+        prune(tmp_path, 0)
     assert all((tmp_path / f"checkpoints/global_step_{step}/data.pt").exists() for step in whole_steps(tmp_path))
     assert last_step(tmp_path) == 6
-    keep.prune(tmp_path, 0)
+    prune(tmp_path, 0)
     assert folders(tmp_path) == ["global_step_6"]
 
 

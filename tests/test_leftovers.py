@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from verl_tasks.interrupts import ENDING, Interrupts, interrupt_on_sigterm
+from verl_tasks.leftovers import ENDING, Interrupts, interrupt_on_sigterm
 from verl_tasks.settings import ROOT
 
 STUBBORN = """
@@ -48,7 +48,7 @@ for _ in range(12000):
 LAUNCHER = f"""
 import sys, time
 from pathlib import Path
-from verl_tasks.interrupts import interrupt_on_sigterm
+from verl_tasks.leftovers import interrupt_on_sigterm
 from verl_tasks.process import Progress, errors_in_one_line, run
 interrupt_on_sigterm()
 folder = Path(sys.argv[1])

@@ -15,9 +15,9 @@ from urllib.request import urlopen
 import pytest
 
 from tests.helpers import MAKE, outside_make
-from tests.test_records import evaluate, make_run, settings  # noqa: F401  (a fixture)
+from tests.test_records import changed, evaluate, make_run, settings  # noqa: F401  (a fixture)
 from tests.test_settings import error_of, load
-from verl_tasks.machine import gpus
+from verl_tasks.launch import train
 from verl_tasks.reports import monitor
 from verl_tasks.settings import ROOT, SettingsError
 from verl_tasks.training import tracking
@@ -139,6 +139,17 @@ def test_long_texts_and_many_rows_are_cut(run_dir, store):
     assert all(len(text) < monitor.LONGEST + 50 and "100000 characters" in text for text in texts)
 
 
+def test_the_dashboard_goes_on_beside_a_hostile_run(settings, store, capsys):  # noqa: F811
+    make_run(settings, "mine", metrics=METRICS)
+    changed(settings, {"N_GPUS": [1]}, name="b")
+    (changed(settings, name="c") / "gpu.jsonl").write_text('{"time": 1e300, "gpu/0/power": 1}\n')
+    (changed(settings, name="d") / "gpu.jsonl").write_text("[" * 100_000 + "\n")
+    monitor.Follower(store).update()
+    assert store.get_runs("countdown") == ["mine"]
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[1].rpartition("/")[2] for line in said] == ["c", "d"]
+
+
 def test_a_resumed_run_is_one_curve_with_what_was_trained_last(run_dir, store):
     write_lines(run_dir / "metrics/000.jsonl", [{"step": 2, "data": METRICS[2] | {"nan": None}}], "a")
     follower = monitor.Follower(store)
@@ -240,12 +251,12 @@ def test_the_state_of_the_visible_gpus_is_what_nvidia_smi_says(tmp_path, monkeyp
     fake, file = tmp_path / "nvidia-smi", tmp_path / "gpu.jsonl"
     fake.write_text('#!/bin/sh\necho "$@" >>$(dirname $0)/asked\necho 0, 61952, 97, 612.40\necho 1, 1024, 0, [N/A]\n')
     monkeypatch.setenv("PATH", str(tmp_path))
-    (none := gpus.Sampler(file)).sample()  # a machine without GPUs
+    (none := train.GPUSampler(file)).sample()  # a machine without GPUs
     assert none.missing and not file.exists()
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    sampler, before = gpus.Sampler(file), time.time()
+    sampler, before = train.GPUSampler(file), time.time()
     sampler.sample()
     sampler.sample()  # too early
     (row,) = map(json.loads, file.read_text().splitlines())
@@ -253,8 +264,8 @@ def test_the_state_of_the_visible_gpus_is_what_nvidia_smi_says(tmp_path, monkeyp
     first = {"gpu/0/memory_gib": 60.5, "gpu/0/load_percent": 97.0, "gpu/0/power_w": 612.4}
     assert row == first | {"gpu/1/memory_gib": 1.0, "gpu/1/load_percent": 0.0}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    gpus.Sampler(file).sample()
-    asked = " ".join(gpus.QUERY[1:])
+    train.GPUSampler(file).sample()
+    asked = " ".join(train.GPU_QUERY[1:])
     assert (tmp_path / "asked").read_text().splitlines() == [asked, f"{asked} --id=2,3"]
 
 
@@ -292,7 +303,7 @@ def test_wandb_without_a_key_is_named_before_the_training(tmp_path, monkeypatch)
         tracking.check_loggers(load(WANDB="1"))
 
 
-def test_loggers_that_are_not_there_are_named(monkeypatch):
+def test_loggers_that_are_not_there_are_named():
     with pytest.raises(SettingsError, match="LOGGER=nothing: verl has no logger nothing; it has wandb, tensorboard"):
         tracking.check_loggers(load(LOGGER="nothing"))
     with pytest.raises(SettingsError, match="LOGGER=swanlab: swanlab is not installed; `pip install swanlab`"):

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tasks.countdown import prepare_data as countdown
-from tests.helpers import exported
+from tests.helpers import exported, task_settings
 from verl_tasks.data import prepare as prepare_module
 from verl_tasks.data.prepare import Examples, describe, distinct, prepare
 from verl_tasks.data.records import HubUnreachable, Records, load
@@ -297,7 +297,7 @@ def test_finite_source_gives_what_there_is(folder, small_model):
 )
 def test_the_test_set_of_a_small_file_on_small_hardware(folder, small_model, given, rows, note):
     chosen = {"SOURCE": "toy", "MODEL": str(small_model), "SFT_SIZE": "8", "INIT": "base"}
-    settings = load_settings(exported(ROOT / "tasks/countdown/train.sh", chosen | given))
+    settings = task_settings("countdown", chosen | given)
     manifest = prepare(settings, {"toy": Fixed(examples(170))})
     assert manifest["rows"] == rows and manifest["note"].startswith(note)
     assert ("TEST_SIZE" in describe(manifest)) == bool(note)

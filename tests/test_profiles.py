@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import QWEN25_3B, ROOT, SINGLE_TURN, exported
+from tests.helpers import QWEN25_3B, ROOT, SINGLE_TURN, task_settings
 from tests.wheels import verl_package
 from verl_tasks import settings
 from verl_tasks.launch import memory_checks
@@ -72,11 +72,9 @@ CONFIGS = {
 }
 
 
-def loaded(profile: Path, monkeypatch, **changes):
+def loaded(profile: Path, **changes):
     """The settings of a profile."""
-    changes = {"PROFILE": profile.stem, "STACK": STACKS[-1], **changes}
-    environment = exported(profile.parents[1] / "train.sh", changes)
-    return load_settings(environment)
+    return task_settings(profile.parents[1].name, {"PROFILE": profile.stem, "STACK": STACKS[-1], **changes})
 
 
 def hardware_of(profile: Path) -> tuple[str, str]:
@@ -113,7 +111,7 @@ def test_parameters_are_those_that_the_model_is_known_by(config, parameters):
 @pytest.mark.parametrize("stack", STACKS)
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda path: path.stem)
 def test_a_profile_and_its_warm_up_compose_and_fit_their_hardware(profile, stack, monkeypatch, tmp_path):
-    s = loaded(profile, monkeypatch, STACK=stack)
+    s = loaded(profile, STACK=stack)
     package = verl_package(verl_versions.wanted(s))  # the stack's verl, not the one that is installed
     monkeypatch.setattr(verl_config, "compose", partial(verl_config.compose, package=package))
     model, plan = shapes_of(s.MODEL, tmp_path), memory_checks.plan(s, [])
@@ -126,10 +124,10 @@ def test_a_profile_and_its_warm_up_compose_and_fit_their_hardware(profile, stack
     assert s.TEST_FREQ > 0 and s.DEV_SIZE > 0
 
 
-def test_dpo_of_7b_with_all_weights_fits_eight_gpus_in_shards_and_not_one(monkeypatch):
+def test_dpo_of_7b_with_all_weights_fits_eight_gpus_in_shards_and_not_one():
     model, gpu = memory.shapes(QWEN25_7B), GPU_MIB["a100"] * hardware.MIB
     given = {"STACK": "a100", "METHOD": "dpo", "N_GPUS": "8"}
-    s = load_settings(exported(ROOT / "tasks/countdown/train.sh", given))
+    s = task_settings("countdown", given)
     plan = memory_checks.plan(s, [])
     assert memory.too_much(model, plan, (1 - memory_checks.SPARE) * gpu, RAM) == []
     held = memory.training_state(model, plan)
@@ -146,9 +144,7 @@ def test_dpo_of_7b_with_all_weights_fits_eight_gpus_in_shards_and_not_one(monkey
 def test_heads_that_gpus_cannot_share_are_told():
     seven = memory.shapes(QWEN25_7B)  # 28 heads, 4 of keys
     assert [n for n in range(1, 9) if seven.divides(n)] == [1, 2, 4]
-    s = replace(
-        load_settings(exported(ROOT / "tasks/gsm8k/train.sh", {"STACK": STACKS[-1], "N_GPUS": "8"})), TP=8, SP=8
-    )
+    s = replace(task_settings("gsm8k", {"STACK": STACKS[-1], "N_GPUS": "8"}), TP=8, SP=8)
     found = list(memory_checks.heads(s, seven, memory.Plan()))
     assert [f.state for f in found] == ["error"] * 2
     said = "TP=8: MODEL has 28 heads and 4 of keys, which cannot be shared so; set TP to one of [1, 2, 4]"

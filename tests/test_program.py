@@ -412,7 +412,7 @@ def test_limits_cut_an_episode_and_end_its_program(small_tokenizer, made):
     assert episode_of(small_tokenizer, made(endless), "one two three", limits=long)[0].ended == "turn_length"
 
 
-def test_any_command_is_a_program(small_tokenizer, tmp_path, monkeypatch):
+def test_any_command_is_a_program(small_tokenizer, tmp_path):
     asks = "import sys,os,json,urllib.request as u; b=json.dumps({'model':'policy','messages':[{'role':'user',"
     asks += "'content':'hi'}]}).encode(); r=u.Request(os.environ['OPENAI_BASE_URL']+'/chat/completions',b,"
     asks += "{'Authorization':'Bearer '+os.environ['OPENAI_API_KEY']}); print(u.urlopen(r).read())"

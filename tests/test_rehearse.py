@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT, checkout_with, make, our_processes
+from tests.helpers import ROOT, checkout_with, error_line, make, our_processes
 from tests.test_profiles import CONFIGS, PROFILES, hardware_of
 from verl_tasks.data.pairs import read_pairs
 from verl_tasks.data.prepare import load_tokenizer
-from verl_tasks.launch import doctor, memory_checks, needs, played_judge, rehearse, rehearsed_data
+from verl_tasks.launch import doctor, memory_checks, needs, rehearse, stand_ins
 from verl_tasks.launch.finding import Finding
 from verl_tasks.models import thin
 from verl_tasks.models.chat_template import demonstration_ids
@@ -136,10 +136,10 @@ def test_rows_are_learned_whose_demonstration_no_limit_cuts(small_model, tmp_pat
     s = load_settings({"TASK": "countdown", "STACK": "cpu", "MAX_RESPONSE_LENGTH": "48"})
     shutil.copytree(small_model, tmp_path / "thin")
     files = tmp_path / "train.parquet", tmp_path / "sft.parquet", tmp_path / "thin", tmp_path / "known.parquet"
-    assert rehearsed_data.taught(s, *files, range(3, 5)) == (0, 0.0) and not files[-1].exists()
-    assert rehearsed_data.taught(s, *files, range(2, 5)) == (2, pytest.approx(0.75, abs=0.25))
+    assert stand_ins.taught(s, *files, range(3, 5)) == (0, 0.0) and not files[-1].exists()
+    assert stand_ins.taught(s, *files, range(2, 5)) == (2, pytest.approx(0.75, abs=0.25))
     assert [row["prompt"][0]["content"] for row in read_rows(files[-1])] == ["short", "last"]
-    assert rehearsed_data.taught(s, *files, range(1, 2))[0] == 1
+    assert stand_ins.taught(s, *files, range(1, 2))[0] == 1
 
 
 def test_an_episode_is_learned_where_its_turns_and_results_fit(small_model, tmp_path, monkeypatch):
@@ -157,7 +157,7 @@ def test_an_episode_is_learned_where_its_turns_and_results_fit(small_model, tmp_
     lengths = {"MAX_RESPONSE_LENGTH": "192", "MAX_TURN_LENGTH": "21"}
     for changes, count in (({}, 1), ({"MAX_TURN_LENGTH": "20"}, 0), ({"MAX_RESPONSE_LENGTH": "50"}, 0)):
         s = load_settings({"TASK": "calculator", "STACK": "cpu"} | lengths | changes)
-        assert rehearsed_data.taught(s, *files, range(1, 9))[0] == count, changes
+        assert stand_ins.taught(s, *files, range(1, 9))[0] == count, changes
     (whole,), _ = doctor.measured(load_tokenizer(str(small_model)), tmp_path / "sft.parquet")
     assert whole > 20 + 30 + 1  # of an episode all turns and results count
 
@@ -185,17 +185,17 @@ def test_a_thin_model_that_learned_nothing_is_named_and_ends_a_run_of_its_own_pa
 def test_of_a_file_of_pairs_the_first_are_played(tmp_path):
     lines = [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no" if n else "yes"} for n in range(40)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    assert rehearsed_data.first_pairs(str(tmp_path / "pairs.jsonl"), tmp_path / "out.parquet", 16) == 16
+    assert stand_ins.first_pairs(str(tmp_path / "pairs.jsonl"), tmp_path / "out.parquet", 16) == 16
     found = [pair for _, pair in read_pairs(tmp_path / "out.parquet")]
     assert [pair.messages()[0]["content"] for pair in found] == [f"{n}?" for n in range(1, 17)]  # the first is a tie
     (tmp_path / "bad.jsonl").write_text('{"prompt": "?"}')
     with pytest.raises(DataError, match=r"bad\.jsonl"):
-        rehearsed_data.first_pairs(str(tmp_path / "bad.jsonl"), tmp_path / "out.parquet", 16)
+        stand_ins.first_pairs(str(tmp_path / "bad.jsonl"), tmp_path / "out.parquet", 16)
 
 
 def test_the_played_judge_answers_as_a_real_one_is_asked_and_one_that_does_not_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setenv("ARTIFACTS", str(tmp_path))
-    with played_judge.serving() as url:
+    with stand_ins.judge() as url:
         for name, value in {"JUDGE_URL": url, "JUDGE_MODEL": "played"}.items():
             monkeypatch.setenv(name, value)
         judge = Judge.from_environment()
@@ -477,8 +477,7 @@ def test_make_refuses_in_one_line_before_anything_is_made(tmp_path):
         ({"GPU": "abacus"}, "GPU=abacus: must be one of a100, "),
     ):
         result = make("rehearse", TASK="countdown", ARTIFACTS=str(tmp_path / "artifacts"), **given)
-        errors = [line for line in result.stdout.splitlines() if line.startswith("error:")]
-        assert result.returncode != 0 and len(errors) == 1 and said in errors[0], result.stdout
+        assert said in error_line(result)
     assert not (tmp_path / "artifacts").exists()
 
 
@@ -548,7 +547,7 @@ def test_episodes_are_rehearsed_and_dapo(small_model, tmp_path):
 @pytest.mark.long
 def test_a_judge_a_warm_up_and_ppo_are_rehearsed(small_model, tmp_path, monkeypatch):
     checkout = checkout_with("judged", tmp_path, OPTIONS="reward=judge")
-    with played_judge.serving() as url:  # in the place of the real one
+    with stand_ins.judge() as url:  # in the place of the real one
         monkeypatch.setenv("JUDGE_URL", url)
         monkeypatch.setenv("JUDGE_MODEL", "real")
         sizes = {"TRAIN_BATCH_SIZE": "4", "MINI_BATCH_SIZE": "4", "SFT_BATCH_SIZE": "4", "TEST_SIZE": "2"}

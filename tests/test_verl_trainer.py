@@ -1,5 +1,5 @@
 """The trainers without a training: what they do when a reward fails, how a step's responses come into mini-batches,
-which steps train what, and DAPO's bound. In trainings: test_judge_training.py, test_numerics.py; with verl 0.6.1:
+which steps train what, and DAPO's bound. In trainings: test_reward_model.py, test_numerics.py; with verl 0.6.1:
 test_a100_stack.py.
 """
 
@@ -380,7 +380,7 @@ GROUP = 8  # responses a prompt; 16 prompts, in 4 mini-batches
 def updating(module, monkeypatch):
     """A trainer in step 1 with a critic, that asks the workers for nothing but updates."""
     small = {"METHOD": "ppo", "TRAIN_BATCH_SIZE": "16", "MINI_BATCH_SIZE": "4", "ROLLOUT_N": str(GROUP), "SEED": "7"}
-    s = settings_of("countdown", monkeypatch, **small, CRITIC_WARMUP="2")
+    s = settings_of("countdown", **small, CRITIC_WARMUP="2")
     made = object.__new__(module.TaskTrainer)
     made.config = verl_config.compose("ppo_trainer", verl_config.rl_overrides(s, "m", Path("/r")))
     made.global_steps, made.use_critic, made.use_reference_policy = 1, True, False

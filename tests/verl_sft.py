@@ -1,4 +1,4 @@
-"""What test_verl_sft.py runs in a process of its own, with the real SFT trainer of verl 0.9.1 or 0.6.1; prints JSON.
+"""What test_verl_patches.py runs in its own process, with the real SFT trainer of verl 0.9.1 or 0.6.1; prints JSON.
 
 Real: the trainer, its loader, sampler and checkpoints of the data. The engine notes which rows it is given.
 """

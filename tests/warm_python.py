@@ -5,7 +5,7 @@ their time on the import of pandas, SciPy and torch. ``install`` makes a folder 
 with the first command. Modules of tasks/ are never imported beforehand: a command takes those of its own checkout.
 
 A command gets a fresh Python where the difference could matter (``suits``). What differs: all forks hash strings as
-with PYTHONHASHSEED=0, and flush each line. Tests marked `fresh`, tests/faults and test_warm_python.py have fresh
+with PYTHONHASHSEED=0, and flush each line. Tests marked `fresh`, tests/faults and test_forked.py have fresh
 ones.
 """
 

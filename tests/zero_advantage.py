@@ -1,4 +1,4 @@
-"""What test_zero_advantage.py runs with torchrun: an update of verl's FSDP engine with all responses, and with those
+"""What test_verl_patches.py runs with torchrun: an update of verl's FSDP engine with all responses, and with those
 that have no advantage forward only. Float32 on a CPU; of each process: which rows had a gradient, and what came out."""
 
 from collections.abc import Iterator

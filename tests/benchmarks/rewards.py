@@ -24,12 +24,12 @@ import reasoning_gym
 from math_verify import parse, verify
 from verl.utils.reward_score import gsm8k as verl_gsm8k
 
-from tests.helpers import ROOT, exported
+from tests.helpers import ROOT, task_settings
 from verl_tasks.files import write_json
 from verl_tasks.rewards import gym
 from verl_tasks.rewards.answers import last_answer, read_ground_truth
 from verl_tasks.rows import Example
-from verl_tasks.settings import given_arguments, load_settings
+from verl_tasks.settings import given_arguments
 
 LIMIT_MS = 5.0
 # Of reasoning-gym's: a short expression, a number, a text, and a grid whose scorer evaluates the answer.
@@ -52,7 +52,7 @@ def rows_of(examples: list[Example]) -> list[Row]:
 def task_rows(task: str, count: int) -> list[Row]:
     """``count`` rows of the problems that ``task`` makes itself."""
     module = importlib.import_module(f"tasks.{task}.prepare_data")
-    settings = load_settings(exported(ROOT / "tasks" / task / "train.sh", {"N_GPUS": "1"}))
+    settings = task_settings(task, {"N_GPUS": "1"})
     made = (e for e in module.generate(settings) if e and e.demonstration)
     return rows_of(list(islice(made, max(2, count // 3))))
 

@@ -13,7 +13,7 @@ from verl_tasks.evaluation.sample import Job, Scoring, bounds, endpoint_job, rep
 from verl_tasks.evaluation.summary import Difference, OwnMetrics, differences, summarize
 from verl_tasks.evaluation.tables import GAIN, LOSS, comparison_table, headline, outcome, show_table, sizes, verdict
 from verl_tasks.files import read_json, write_json
-from verl_tasks.interrupts import interrupt_on_sigterm
+from verl_tasks.leftovers import interrupt_on_sigterm
 from verl_tasks.process import errors_in_one_line
 from verl_tasks.rewards.answers import JudgeError
 from verl_tasks.rewards.environment import Environment

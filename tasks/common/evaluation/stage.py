@@ -17,7 +17,7 @@ from verl_tasks.evaluation.sample import Job, Scoring, check_window, report_erro
 from verl_tasks.evaluation.statistics import Estimate, bootstrap_mean, proportion
 from verl_tasks.evaluation.tables import comparison_table, markdown_table, show_table
 from verl_tasks.files import write_json, write_text
-from verl_tasks.interrupts import interrupt_on_sigterm
+from verl_tasks.leftovers import interrupt_on_sigterm
 from verl_tasks.process import Progress, StageFailed, run
 from verl_tasks.process import errors_in_one_line as _errors_in_one_line
 from verl_tasks.rewards.answers import with_opened_thinking

@@ -22,12 +22,11 @@ from verl_tasks.evaluation import incentive
 from verl_tasks.evaluation.certify import certificate, certified
 from verl_tasks.evaluation.tables import total_time
 from verl_tasks.guarded import Guarded, asks_judge
-from verl_tasks.interrupts import interrupt_on_sigterm
 from verl_tasks.launch import doctor, experiments, minutes, rehearse, serve, train
 from verl_tasks.launch.plan import rl_plan
 from verl_tasks.launch.rounds import check_training, start_model, train_rounds
 from verl_tasks.launch.task import compute_score_of, exported, load_reward, script, stack_environment
-from verl_tasks.leftovers import Launch
+from verl_tasks.leftovers import Launch, interrupt_on_sigterm
 from verl_tasks.models.find import embedded_folder, resolve_model, whole_model
 from verl_tasks.models.merge import base_of, is_adapter, merge, merge_note, whole_folder
 from verl_tasks.places import PYTHON_PATH

@@ -17,7 +17,7 @@ from verl_tasks.evaluation.engines import stop_ids
 from verl_tasks.files import read_json
 from verl_tasks.launch import doctor, memory_checks
 from verl_tasks.launch.finding import Finding, error, ok, warning
-from verl_tasks.launch.rehearsed_data import first_pairs
+from verl_tasks.launch.stand_ins import first_pairs
 from verl_tasks.machine import hardware
 from verl_tasks.machine.memory import gb
 from verl_tasks.models.chat_template import end_of_turn, end_of_turn_ids, knows_tools

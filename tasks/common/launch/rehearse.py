@@ -22,7 +22,7 @@ import psutil
 
 from verl_tasks.data.pairs import pairs_columns
 from verl_tasks.guarded import asks_judge
-from verl_tasks.launch import needs, played_judge, rehearsed_data
+from verl_tasks.launch import needs, stand_ins
 from verl_tasks.launch.task import load_reward
 from verl_tasks.models import thin
 from verl_tasks.rows import DataError
@@ -264,12 +264,12 @@ def teach(r: Rehearsal) -> Played:
     try:
         if s.by_pairs and s.PAIRS_FILE:
             r.given["PAIRS_FILE"] = str(r.folder / "pairs.parquet")
-            count = rehearsed_data.first_pairs(s.PAIRS_FILE, Path(r.given["PAIRS_FILE"]), PAIRS, pairs_columns(s))
+            count = stand_ins.first_pairs(s.PAIRS_FILE, Path(r.given["PAIRS_FILE"]), PAIRS, pairs_columns(s))
             said = f"the first {count} pairs of PAIRS_FILE; random weights"
         else:
             played = load_settings({name: value for name, value in r.given.items() if name != "ARTIFACTS"})
             files = needs.train_file(s, r.data_dir), r.data_dir / "sft.parquet", Path(played.MODEL)
-            count, chance = rehearsed_data.taught(played, *files, r.folder / "known.parquet", KNOWN)
+            count, chance = stand_ins.taught(played, *files, r.folder / "known.parquet", KNOWN)
             said = f"no {KNOWN[0]} demonstrations fit the limits: random weights, whose rewards hardly differ"
             if count:
                 r.given["TRAIN_FILE"] = str(r.folder / "known.parquet")
@@ -321,7 +321,7 @@ def main(arguments: list[str]) -> None:
             print(f"  not played: {words}")
         texts = {name: value.text for name, value in values_of(given).items()}
         r = Rehearsal(real, folder, given_variables(real, texts, folder / "model", folder), shlex.join(arguments))
-        with played_judge.serving() if judged else contextlib.nullcontext("") as r.judge:
+        with stand_ins.judge() if judged else contextlib.nullcontext("") as r.judge:
             for each in stages(r):
                 played.append(each)
                 tell(each)

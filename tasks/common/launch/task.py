@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 
 from verl_tasks.errors import said
-from verl_tasks.interrupts import Interrupts
+from verl_tasks.leftovers import Interrupts
 from verl_tasks.machine.cluster import OWN_RAY
 from verl_tasks.process import StageFailed, die_with_parent
 from verl_tasks.rewards import container

@@ -1,9 +1,13 @@
 """One training carried out: the SFT warm-up with verl, a round of RL with verl, or one of DPO with TRL."""
 
+import contextlib
 import functools
+import json
 import math
 import os
 import statistics
+import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,17 +20,19 @@ from verl_tasks.files import read_json
 from verl_tasks.launch.plan import Plan, pairs_plan, rl_plan, sft_plan
 from verl_tasks.launch.task import script
 from verl_tasks.machine import cluster
-from verl_tasks.machine.gpus import Sampler
 from verl_tasks.models.find import resolve_model, whole_model
 from verl_tasks.models.merge import adapter_config, base_model, is_adapter
 from verl_tasks.process import Progress, StageFailed, run
 from verl_tasks.rows import DataError
 from verl_tasks.runs import folder, health, launches, validation
 from verl_tasks.runs.checkpoint import ranks
-from verl_tasks.runs.keep import prune
-from verl_tasks.runs.run import Run, last_step, mend_tracker, metrics_in
+from verl_tasks.runs.run import Run, last_step, mend_tracker, metrics_in, prune
 from verl_tasks.settings import Settings, SettingsError, method
 from verl_tasks.training import parity, verl_config, verl_versions
+
+GPU_SECONDS = 15  # between two lines of <run>/gpu.jsonl
+GPU_FIELDS = {"memory.used": "memory_gib", "utilization.gpu": "load_percent", "power.draw": "power_w"}
+GPU_QUERY = ["nvidia-smi", f"--query-gpu=index,{','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits"]
 
 
 class WithoutSignal(StageFailed):
@@ -191,7 +197,7 @@ def execute(plan: Plan, seconds: float = 0) -> Run:
 
     Raises StageFailed when the trainer fails, aborts, or ends without its last checkpoint.
     """
-    run_dir, s, gpus = plan.run.folder, plan.settings, Sampler(plan.run.folder / "gpu.jsonl")
+    run_dir, s, gpus = plan.run.folder, plan.settings, GPUSampler(plan.run.folder / "gpu.jsonl")
     if plan.run.last:
         print(f"  resuming from step {plan.run.last}")
     launches.begin(run_dir, s, plan.command, plan.config)
@@ -253,3 +259,41 @@ def _progress(plan: Plan, size: int) -> Progress:
     value = f"{measured[-1]:.3f}" if measured else "-"
     seconds = [row["timing_s/step"] for row in here.values() if "timing_s/step" in row]
     return Progress(last, f" {name} {value}{more}", statistics.mean(seconds) if seconds else 0)
+
+
+def gpu_state(output: str) -> dict[str, float]:
+    """``gpu/<index>/memory_gib`` (GiB in use), ``load_percent``, ``power_w`` from the output of GPU_QUERY, if the GPU
+    reports them (else "[N/A]")."""
+    found = {}
+    for line in output.splitlines():
+        index, *values = (part.strip() for part in line.split(","))
+        for name, value in zip(GPU_FIELDS.values(), values, strict=True):
+            try:
+                found[f"gpu/{index}/{name}"] = float(value) / (1024 if name == "memory_gib" else 1)
+            except ValueError:
+                continue
+    return found
+
+
+class GPUSampler:
+    """Appends memory, load and power of the GPUs to ``path`` while a run trains, at most every GPU_SECONDS; without
+    nvidia-smi it does nothing."""
+
+    def __init__(self, path: Path):
+        self.path, self.due, self.missing = path, 0.0, False
+
+    def sample(self) -> None:
+        if self.missing or time.monotonic() < self.due:
+            return
+        self.due = time.monotonic() + GPU_SECONDS
+        try:
+            seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+            query = [*GPU_QUERY, f"--id={seen}"] if seen else GPU_QUERY
+            state = gpu_state(subprocess.run(query, capture_output=True, text=True, check=True, timeout=5).stdout)
+        except subprocess.TimeoutExpired:
+            return  # a busy driver
+        except (OSError, subprocess.SubprocessError, ValueError):
+            self.missing = True
+            return
+        with contextlib.suppress(OSError), self.path.open("a") as file:  # a full disk: try again, never end the run
+            file.write(json.dumps({"time": time.time()} | state) + "\n")

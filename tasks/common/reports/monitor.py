@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 
-from verl_tasks.interrupts import interrupt_on_sigterm
+from verl_tasks.leftovers import interrupt_on_sigterm
 from verl_tasks.machine import hardware
 from verl_tasks.process import errors_in_one_line
 from verl_tasks.reports.overview import evaluations, health_of, settings_of

@@ -1,8 +1,10 @@
-"""A run on disk, read once: its record, its metrics and its whole checkpoints. DPO writes them as verl does."""
+"""A run on disk, read once: its record, its metrics and its whole checkpoints, of which the best stay. DPO writes them
+as verl does."""
 
 import json
 import math
 import operator
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from verl_tasks.settings import Settings, SettingsError
 from verl_tasks.text import one_line
 
 PARTS = ("kind", "fingerprint", "start")  # of every record: texts beside its settings and arguments
+REMOVED = "removed_"  # prefix of a checkpoint's folder that is being removed
 ALWAYS = {"MODEL", "METHOD", "STEPS", "SFT_STEPS", "INIT", "STACK", "N_GPUS"}  # settings that every version recorded
 
 
@@ -115,6 +118,42 @@ def export(run: Run, chosen: str = "") -> Path:
 def critic_steps(settings: dict) -> int:
     """The first steps of a run with these ``settings``, in which PPO trains its critic and the policy stays."""
     return settings.get("CRITIC_WARMUP", 0) if settings.get("METHOD") == "ppo" else 0
+
+
+# ---- which checkpoints stay; called by the trainers of both verls ---------------------------------------------------
+
+
+def prune(run_dir: Path, keep: int) -> None:
+    """Remove all checkpoints except the last whole one and the ``keep`` best of the others.
+
+    Also removes a crash's leftovers: folders after the last whole checkpoint, half-removed ones. It renames a folder
+    before it removes its files, so every folder with a checkpoint's name is whole.
+    """
+    run, folder = Run.read(run_dir), run_dir / "checkpoints"
+    if not run.steps:
+        return
+    _remove(folder)
+    *others, last = run.steps
+    kept = {last, *validation.ranked(others, run.metrics)[:keep]}
+    for path in folder.glob("global_step_*"):
+        step = path.name.removeprefix("global_step_")
+        if step.isdigit() and int(step) not in kept:
+            path.rename(folder / f"{REMOVED}{path.name}")
+    _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    for path in folder.glob(f"{REMOVED}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def ends_run(run_dir: Path, step: int, validated: dict, patience: int) -> bool:
+    """Whether PATIENCE ends the run with the validation of ``step``, whose metrics ``validated`` no file has yet."""
+    # Later steps on disk belong to a lost launch, and are trained again.
+    run = Run.read(run_dir)
+    done = {number: row for number, row in run.metrics.items() if number < step} | {step: validated}
+    print(f"step {step}: {validation.words(done)}", flush=True)
+    return validation.ends_early(done, patience, critic_steps(run.settings))
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------

@@ -34,16 +34,15 @@ from verl_tasks.data.pairs import ANSWERS, TokenPair, pair_set
 from verl_tasks.data.prepare import load_tokenizer
 from verl_tasks.files import write_text
 from verl_tasks.machine.hardware import cpu_dtype
-from verl_tasks.machine.local_store import listen_locally
 from verl_tasks.models.merge import base_model, base_of, is_adapter
 from verl_tasks.process import die_with_torchrun
 from verl_tasks.runs import health, launches
 from verl_tasks.runs.checkpoint import FirstSave
-from verl_tasks.runs.keep import prune
-from verl_tasks.runs.run import last_step, tracker
+from verl_tasks.runs.run import last_step, prune, tracker
 from verl_tasks.settings import Settings, load_settings
 from verl_tasks.training import tracking
 from verl_tasks.training.methods import dpo
+from verl_tasks.training.torchrun import listen_locally
 from verl_tasks.training.verl_config import micro_batch
 
 # The device of a process of several on the CPU is cpu:0 by accelerate, a place that torch.load does not know.

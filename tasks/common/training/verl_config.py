@@ -259,7 +259,7 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path, chosen: Pass | N
         f"trainer.nnodes={s.NNODES}",
         f"trainer.rollout_data_dir={quoted(run_dir / 'rollouts')}",
         f"trainer.validation_data_dir={quoted(run_dir / 'validation')}",
-        "trainer.max_actor_ckpt_to_keep=null",  # KEEP: runs/keep.py
+        "trainer.max_actor_ckpt_to_keep=null",  # KEEP: runs/run.py
         "trainer.v1.trainer_mode=task",  # tasks/common/verl_plugins/trainer.py
         "trainer.val_before_train=False",
         f"trainer.test_freq={s.TEST_FREQ or -1}",

@@ -6,8 +6,7 @@ from pathlib import Path
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.profiler import marked_timer
 
-from verl_tasks.runs.keep import ends_run, prune
-from verl_tasks.runs.run import last_step
+from verl_tasks.runs.run import ends_run, last_step, prune
 from verl_tasks.verl_plugins.expect import expect
 
 expect(

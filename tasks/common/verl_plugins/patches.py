@@ -3,22 +3,23 @@
 Here are those that need no file of their own: what other files of this room mend, and an entry of verl's registry.
 """
 
+from unittest import mock
+
+from verl.experimental.reward_loop import reward_loop
 from verl.workers.config import model as config_model
 from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.rollout import base as rollout_base
 
+import verl_tasks.verl_plugins.advantages
 import verl_tasks.verl_plugins.distilled
-import verl_tasks.verl_plugins.equal_rewards
 import verl_tasks.verl_plugins.head
 import verl_tasks.verl_plugins.nested
-import verl_tasks.verl_plugins.own_code
 import verl_tasks.verl_plugins.prompts_once
 import verl_tasks.verl_plugins.value_head
 import verl_tasks.verl_plugins.waits
-import verl_tasks.verl_plugins.whitened
 import verl_tasks.verl_plugins.zero_advantage  # noqa: F401
-from verl_tasks.machine.local_store import listen_locally
 from verl_tasks.process import die_with_torchrun
+from verl_tasks.training.torchrun import listen_locally
 from verl_tasks.verl_plugins.built import seeded, without_attention
 from verl_tasks.verl_plugins.expect import expect
 
@@ -52,3 +53,29 @@ expect(
 expect(transformer_impl.FSDPEngine.__init__, "enable_full_determinism(seed=self.engine_config.seed)")
 
 transformer_impl.FSDPEngine._build_model_optimizer = seeded(transformer_impl.FSDPEngine._build_model_optimizer)
+
+
+# ---- verl/experimental/reward_loop/reward_loop.py:125,129 run a tokenizer's code; test: tests/test_records.py ----
+
+expect(
+    reward_loop.RewardLoopWorker._init_reward_fn,
+    "hf_tokenizer(input_tokenizer_local_path, trust_remote_code=True)",
+    "hf_tokenizer(reward_model_tokenizer_local_path, trust_remote_code=True)",
+)
+_init_reward_fn, _hf_tokenizer = reward_loop.RewardLoopWorker._init_reward_fn, reward_loop.hf_tokenizer
+
+
+def init_reward_fn(self) -> None:
+    """As verl's, but only the policy's tokenizer may bring code, and only where the policy's config allows it."""
+    policy = self.config.actor_rollout_ref
+    trusted = policy.model.get("trust_remote_code", False)
+    rewarding = self.config.reward.reward_model.model_path
+
+    def tokenizer(path, trust_remote_code):
+        return _hf_tokenizer(path, trust_remote_code=trusted and path != rewarding)
+
+    with mock.patch.object(reward_loop, "hf_tokenizer", tokenizer):
+        _init_reward_fn(self)
+
+
+reward_loop.RewardLoopWorker._init_reward_fn = init_reward_fn

@@ -1,5 +1,7 @@
 """CISPO (MiniMax-M1, arXiv 2506.13585): the weight of a token is clipped, its gradient is not; every token counts."""
 
+import functools
+
 from verl_tasks.settings import Settings
 from verl_tasks.training.methods import grpo
 
@@ -9,6 +11,7 @@ DEFAULTS = {"CLIP_LOW": "1.0", "CLIP_HIGH": "4.0"}
 # The first of a step's mini-batches is on-policy: all weights are 1.
 MINI_BATCHES = 4
 problem = grpo.problem
+warning = functools.partial(grpo.one_update, "METHOD=cispo")
 
 
 def overrides(s: Settings) -> list[str]:
@@ -18,8 +21,3 @@ def overrides(s: Settings) -> list[str]:
         "actor_rollout_ref.actor.policy_loss.loss_mode=cispo",
         "actor_rollout_ref.actor.loss_agg_mode=token-mean",
     ]
-
-
-def warning(config) -> str | None:
-    """What to know before a run with ``config``, the composed config of verl."""
-    return grpo.one_update("METHOD=cispo", config)

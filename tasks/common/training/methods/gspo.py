@@ -1,5 +1,7 @@
 """GSPO (Zheng et al. 2025, arXiv 2507.18071): GRPO's advantages; ratio and clip of whole sequences, not of tokens."""
 
+import functools
+
 from verl_tasks.settings import Settings
 from verl_tasks.training.methods import grpo
 
@@ -7,6 +9,7 @@ DEFAULTS = {"CLIP_LOW": "3e-4", "CLIP_HIGH": "4e-4"}  # of sequences: the paper'
 # The first of a step's mini-batches is on-policy: its ratios are 1 and nothing is clipped.
 MINI_BATCHES = 4
 problem = grpo.problem
+warning = functools.partial(grpo.one_update, "METHOD=gspo")
 
 
 def overrides(s: Settings) -> list[str]:
@@ -16,8 +19,3 @@ def overrides(s: Settings) -> list[str]:
         "actor_rollout_ref.actor.policy_loss.loss_mode=gspo",
         "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
     ]
-
-
-def warning(config) -> str | None:
-    """What to know before a run with ``config``, the composed config of verl."""
-    return grpo.one_update("METHOD=gspo", config)

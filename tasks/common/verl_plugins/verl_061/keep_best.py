@@ -10,7 +10,7 @@ from pathlib import Path
 
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
-from verl_tasks.runs.keep import ends_run, prune
+from verl_tasks.runs.run import ends_run, prune
 from verl_tasks.verl_plugins.expect import expect
 
 expect(

@@ -6,7 +6,7 @@ v1/worker/gpu_model_runner.py:438 makes a buffer of max_model_len rows, and line
 import torch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from verl_tasks.machine.local_store import listen_locally
+from verl_tasks.training.torchrun import listen_locally
 from verl_tasks.verl_plugins import shared_gpu  # noqa: F401
 from verl_tasks.verl_plugins.expect import expect
 from verl_tasks.verl_plugins.reloading import Reloading

@@ -21,14 +21,8 @@ from verl.workers import fsdp_workers
 from verl.workers.config import model as config_model
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
-import verl_tasks.verl_plugins.equal_rewards
-import verl_tasks.verl_plugins.verl_061.keep_best
-import verl_tasks.verl_plugins.verl_061.losses
-import verl_tasks.verl_plugins.verl_061.on_policy
-import verl_tasks.verl_plugins.verl_061.order
-import verl_tasks.verl_plugins.whitened  # noqa: F401
-from verl_tasks.machine.local_store import listen_locally
 from verl_tasks.process import die_with_torchrun
+from verl_tasks.training.torchrun import listen_locally
 from verl_tasks.verl_plugins.built import seeded, without_attention
 from verl_tasks.verl_plugins.expect import expect
 

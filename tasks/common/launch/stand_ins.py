@@ -1,6 +1,12 @@
-"""What a rehearsal's training is played on: rows whose demonstrations the thin model has learned, or a file's first
-pairs."""
+"""In a rehearsal: rows whose demonstrations the thin model has learned, or a file's first pairs, in place of the data;
+a server on this machine in the judge's."""
 
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice
 from pathlib import Path
 
@@ -44,3 +50,36 @@ def first_pairs(source: str, out: Path, most: int, columns: dict[str, str] | Non
     """Write the first ``most`` pairs of PAIRS_FILE to ``out`` as our own file; their number. Raises DataError."""
     pairs = [pair for _, pair in islice(read_pairs(Path(source).expanduser(), columns), 2 * most) if pair][:most]
     return write_parquet(map(dpo_row, pairs), out, dpo_schema(any(map(needs_tools, pairs)), truncated=True))
+
+
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 128
+
+
+class _Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        request = self.rfile.read(int(self.headers["Content-Length"]))
+        verdict = {"reason": "by a rehearsal", "score": hashlib.sha256(request).digest()[0] % 10}
+        message = {"role": "assistant", "content": json.dumps(verdict)}
+        usage = {"prompt_tokens": len(request) // 4, "completion_tokens": 16}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        reply = json.dumps({"choices": [choice], "usage": usage}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(reply)))
+        self.end_headers()
+        self.wfile.write(reply)
+
+    def log_message(self, *arguments):
+        pass
+
+
+@contextmanager
+def judge() -> Iterator[str]:
+    """The base URL of an OpenAI-compatible server that stands for the judge, until the end. The score follows from a
+    digest of the request, so that scores differ, and one request always gets the same."""
+    with _Server(("127.0.0.1", 0), _Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/v1"
+        finally:
+            server.shutdown()

@@ -1,8 +1,11 @@
-"""Groups whose rewards are all the same: their advantages are exactly 0.
+"""Advantages of batches that teach nothing. Both versions' patches.py load this in every verl process.
 
-verl takes the mean of float32 rewards, which of eight times 0.8 is not 0.8, and divides what rounding leaves by a
-standard deviation no larger + 1e-6: each response has -0.056, of 0.1 -0.007. Where no group teaches, Adam makes a
-whole step of that, and no health rule sees it. Both versions' patches.py load this in every verl process.
+Groups whose rewards are all the same: exactly 0. verl takes the mean of float32 rewards, which of eight times 0.8 is
+not 0.8, and divides what rounding leaves by a standard deviation no larger + 1e-6: each response has -0.056, of 0.1
+-0.007. Where no group teaches, Adam makes a whole step of that, and no health rule sees it.
+
+Whitened ones (ppo, reinforce_pp) of a batch in which at most one token counts: 0, where verl raises. TRUNCATED=masked
+and ROLLOUT_CORRECTION=sequence may leave such a batch.
 """
 
 import functools
@@ -11,6 +14,7 @@ from collections import defaultdict
 import numpy as np
 import torch
 from verl.trainer.ppo import core_algos
+from verl.utils import torch_functional
 
 from verl_tasks.verl_plugins.expect import expect
 
@@ -36,3 +40,15 @@ for _name in ("grpo", "rloo"):
     expect(_estimate, "scores = token_level_rewards.sum(dim=-1)", "torch.mean(")
     core_algos.ADV_ESTIMATOR_REGISTRY[_name] = exact(_estimate)
 core_algos.compute_grpo_outcome_advantage = core_algos.ADV_ESTIMATOR_REGISTRY["grpo"]
+
+expect(core_algos.compute_gae_advantage_return, "verl_F.masked_whiten(advantages, response_mask)")
+
+_masked_whiten = torch_functional.masked_whiten
+
+
+def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True) -> torch.Tensor:
+    """verl's (utils/torch_functional.py); 0 where there is no variance to divide by. Shapes (responses, tokens)."""
+    return _masked_whiten(values, mask, shift_mean) if mask.sum() > 1 else torch.zeros_like(values)
+
+
+torch_functional.masked_whiten = masked_whiten
