@@ -31,7 +31,7 @@ from verl_tasks.machine import hardware, memory
 from verl_tasks.machine.memory import EMBEDDED_CONFIG, Plan, shapes, shapes_of
 from verl_tasks.rows import decoded, read_rows
 from verl_tasks.runs.folder import rl_run, sft_dir
-from verl_tasks.settings import GPU_MIB, problems
+from verl_tasks.settings import GPU_MIB, load_settings, problems
 from verl_tasks.stacks import cpu
 
 SECONDS = 20
