@@ -26,16 +26,7 @@ def options() -> argparse.ArgumentParser:
         found.add_argument(name, action="store_true", required=True)
     for name in ("--cap-drop", "--security-opt", "--mount", "--env", "--tmpfs"):
         found.add_argument(name, action="append", required=True)
-    for name in (
-        "--pull",
-        "--name",
-        "--network",
-        "--memory",
-        "--pids-limit",
-        "--log-driver",
-        "--user",
-        "--workdir",
-    ):
+    for name in ("--pull", "--name", "--network", "--memory", "--pids-limit", "--log-driver", "--user", "--workdir"):
         found.add_argument(name, required=True)
     found.add_argument("--entrypoint", required=True)
     found.add_argument("image")

@@ -263,11 +263,7 @@ def checkout_with(task: str, folder: Path, **answers: str) -> Path:
 def cookiecutter(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
     """Run cookiecutter's command as a user does."""
     return subprocess.run(
-        [PYTHON, "-m", "cookiecutter", *arguments],
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        [PYTHON, "-m", "cookiecutter", *arguments], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 

@@ -107,10 +107,7 @@ def test_a_reward_that_nothing_checks_is_refused_and_an_error_at_its_import_has_
 
 @pytest.mark.medium
 def test_a_training_file_that_cannot_be_used_is_named(variables, data_dir, tmp_path):
-    for file, said in (
-        (tmp_path / "none.parquet", "no such file"),
-        (data_dir / "sft.parquet", "column data_source"),
-    ):
+    for file, said in ((tmp_path / "none.parquet", "no such file"), (data_dir / "sft.parquet", "column data_source")):
         error = refused("data", **variables, TRAIN_FILE=str(file))
         assert str(file) in error and said in error
     for name, count in (("test", 8), ("dev", 32)):

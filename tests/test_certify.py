@@ -184,10 +184,7 @@ def test_a_wrong_token_of_a_later_sequence_is_found(certified, rewriting, monkey
     ],
 )
 def test_a_demonstration_that_a_limit_cuts_is_told(tokenizer, changes, state, said):
-    s = replace(
-        task_settings("calculator", SMALL | {"N_GPUS": "1", "MAX_TURN_LENGTH": "48"}),
-        **LONG | changes,
-    )
+    s = replace(task_settings("calculator", SMALL | {"N_GPUS": "1", "MAX_TURN_LENGTH": "48"}), **LONG | changes)
     found = checks.limits({"demonstration 0": checks.cut_by(s, SHOWN.ids(tokenizer)[1])})
     assert (found.state, found.figures["demonstrations"]) == (state, 1) and said in found.text
     one_of_two = checks.limits({"a": [], "b": ["MAX_TURNS=1 (needs 2)"]})

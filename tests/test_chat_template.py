@@ -103,12 +103,7 @@ def test_stored_messages_come_back_as_they_were(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"tools": "not json"},
-        {"tools": json.dumps({"a": 1})},
-        {"tools": json.dumps([{"function": {}}])},
-    ],
+    "change", [{"tools": "not json"}, {"tools": json.dumps({"a": 1})}, {"tools": json.dumps([{"function": {}}])}]
 )
 def test_tools_that_are_none_are_refused(tmp_path, change):
     from verl_tasks.rows import DataError, validate_parquet

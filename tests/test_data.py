@@ -84,11 +84,7 @@ def failing(good_rows):
 
 
 @pytest.mark.parametrize(
-    ("given", "error"),
-    [
-        (failing(BATCH_ROWS + 3), RuntimeError),
-        ([{"data_source": "toy", "prompt": 3}], DataError),
-    ],
+    ("given", "error"), [(failing(BATCH_ROWS + 3), RuntimeError), ([{"data_source": "toy", "prompt": 3}], DataError)]
 )
 def test_error_while_writing_leaves_the_old_file_alone(tmp_path, given, error):
     path = tmp_path / "train.parquet"
@@ -191,14 +187,7 @@ def test_bad_rl_row_is_named(tmp_path, column, changes):
     assert re.search(rf": row 0, column {re.escape(column)}: \S", refusal(path))
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [
-        None,
-        [ASSISTANT, USER],
-        [{"role": "user", "content": None}, ASSISTANT],
-    ],
-)
+@pytest.mark.parametrize("messages", [None, [ASSISTANT, USER], [{"role": "user", "content": None}, ASSISTANT]])
 def test_bad_sft_row_is_named(tmp_path, messages):
     path = write_any(tmp_path / "bad.parquet", [{"messages": messages}])
     assert re.search(r": row 0, column messages: \S", refusal(path, "sft"))
@@ -481,10 +470,7 @@ def test_test_split_of_the_source_stays_its_own(tmp_path):
         "with_a_prompt_of_the_test_split": 5,
     }
     train, test, dropped = done(given, tmp_path, Sizes(limit=30, test=0))
-    assert (len(train) + len(test), dropped) == (
-        30,
-        {"with_a_prompt_of_the_test_split": 5, "over_limit": 30},
-    )
+    assert (len(train) + len(test), dropped) == (30, {"with_a_prompt_of_the_test_split": 5, "over_limit": 30})
     assert {*prompts(test)} <= {f"prompt {number}" for number in range(45, 60)}
 
 

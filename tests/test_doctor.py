@@ -723,10 +723,7 @@ def test_the_warm_ups_checkpoint_stays_beside_those_of_the_training(monkeypatch,
     monkeypatch.setattr(hardware, "free_disk", lambda path: (path, 0))
     given = {"MODEL": "embedded", "INIT": "sft", "METHOD": "ppo", "ARTIFACTS": str(tmp_path)}
     monkeypatch.setenv("ARTIFACTS", str(tmp_path))
-    s, parameters = (
-        task_settings("countdown", given),
-        shapes(EMBEDDED_CONFIG).parameters,
-    )
+    s, parameters = (task_settings("countdown", given), shapes(EMBEDDED_CONFIG).parameters)
     assert f"4 checkpoints need about {doctor.gb((16 + 3 * 28) * parameters)}" in next(doctor.disk(s)).text
     write_checkpoint(sft_dir(s) / f"checkpoints/global_step_{s.SFT_STEPS}")
     (sft_dir(s) / "checkpoints/latest_checkpointed_iteration.txt").write_text(str(s.SFT_STEPS))

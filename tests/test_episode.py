@@ -550,12 +550,7 @@ def test_verl_gets_the_sampled_tokens_their_mask_and_the_reward(tokenizer):
 @pytest.mark.parametrize("cls", ["EpisodeOfRow", "EpisodeUnlessTruncated"])
 @pytest.mark.parametrize(
     ("server", "limits", "cut"),
-    [
-        ({}, {"turn_length": 5}, True),
-        ({}, {"turns": 1}, True),
-        ({"reason": "aborted"}, {}, True),
-        ({}, {}, False),
-    ],
+    [({}, {"turn_length": 5}, True), ({}, {"turns": 1}, True), ({"reason": "aborted"}, {}, True), ({}, {}, False)],
 )
 def test_only_cut_episodes_are_masked_where_they_should_be(tokenizer, cls, server, limits, cut):
     output = output_of(tokenizer, Server(tokenizer, CALL, ANSWER, **server), cls, **limits)

@@ -360,10 +360,7 @@ TOOLS = {
     ),
     "several types": (
         {"name": "f", "parameters": {"a": {"type": ["str", "NoneType"]}, "b": {"anyOf": [{"type": "bool"}]}}},
-        {
-            "type": "object",
-            "properties": {"a": {"type": ["string", "null"]}, "b": {"anyOf": [{"type": "boolean"}]}},
-        },
+        {"type": "object", "properties": {"a": {"type": ["string", "null"]}, "b": {"anyOf": [{"type": "boolean"}]}}},
     ),
 }
 

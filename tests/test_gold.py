@@ -347,13 +347,7 @@ def stock(s, turns: int = 4, last: int = 45):
         yield Example(f"what is {number}?", {"answer": str(number)}, [*shown, answer], tools=TOOLS)
 
 
-EPISODES = {
-    "SOURCE": "toy",
-    "TEST_SIZE": "9",
-    "DEV_SIZE": "6",
-    "TRAIN_SIZE": "30",
-    "SFT_SIZE": "30",
-}
+EPISODES = {"SOURCE": "toy", "TEST_SIZE": "9", "DEV_SIZE": "6", "TRAIN_SIZE": "30", "SFT_SIZE": "30"}
 
 
 def test_demonstrations_are_played_under_the_tasks_limits(folder, small_model):
@@ -404,8 +398,7 @@ def by_calls_alone(self, action):
 
 
 @pytest.mark.parametrize(
-    ("step", "said"),
-    [(by_call, "each call made twice: 1.5"), (by_calls_alone, "first call 8 times, no answer: 1")],
+    ("step", "said"), [(by_call, "each call made twice: 1.5"), (by_calls_alone, "first call 8 times, no answer: 1")]
 )
 def test_calls_that_earn_more_each_time_are_named(folder, monkeypatch, step, said):
     monkeypatch.setattr(calculator_environment, "step", step)

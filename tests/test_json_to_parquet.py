@@ -147,10 +147,7 @@ def test_the_first_ten_bad_rows_are_told_at_once(tmp_path):
     with pytest.raises(DataError, match=rf"^{path}: line 2: must be an object") as error:
         seen += Records(path).converted(small)
     assert seen == [(f"{path}: line 1", {"a": 0})]
-    assert error.value.__notes__[:2] == [
-        f"{path}: line 4: must be an object, is 7",
-        f"{path}: line 5: a is 4",
-    ]
+    assert error.value.__notes__[:2] == [f"{path}: line 4: must be an object, is 7", f"{path}: line 5: a is 4"]
 
 
 def test_lines_after_a_broken_one_are_read_and_a_long_one_ends_the_reading(tmp_path, monkeypatch):

@@ -106,10 +106,7 @@ def test_the_best_and_the_last_stay(fit):
 
 
 def test_steps_are_saved_that_are_validated_and_the_newest_stay_without(fit):
-    assert [*whole_steps(fit({2: 0.1, 4: 0.2, 6: 0.1, 8: 0.1}.get, TEST_FREQ="2", SAVE_FREQ="5", KEEP="1"))] == [
-        4,
-        8,
-    ]
+    assert [*whole_steps(fit({2: 0.1, 4: 0.2, 6: 0.1, 8: 0.1}.get, TEST_FREQ="2", SAVE_FREQ="5", KEEP="1"))] == [4, 8]
 
 
 def test_without_validations_the_newest_stay(fit):

@@ -220,13 +220,7 @@ def test_compare(answer, truth, well_formed, right):
     assert compare(answer, truth) == (well_formed, right)
 
 
-HOSTILE = [
-    "9^{9^{9^{9^{9}}}}",
-    "99999999999999999!",
-    r"\sum_{i=1}^{100000000} \frac{1}{i^2}",
-    r"\frac{" * 30,
-    "\ud800",
-]
+HOSTILE = ["9^{9^{9^{9^{9}}}}", "99999999999999999!", r"\sum_{i=1}^{100000000} \frac{1}{i^2}", r"\frac{" * 30, "\ud800"]
 
 
 @pytest.fixture(scope="module", autouse=True)

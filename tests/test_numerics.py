@@ -80,8 +80,7 @@ def checkout(tmp_path_factory) -> Path:
     counted = f"float(sum(c.isascii() and c.isalnum() for c in {own}))"
     counted = f"0.0 if __import__('os').environ['METHOD'] == 'dapo' and int(ground_truth) % 2 else {counted}"
     change_reward(
-        checkout / "tasks" / TASK,
-        f"return {{'score': {counted}, 'acc': float(len(solution_str) > 9), 'format': 0.0}}",
+        checkout / "tasks" / TASK, f"return {{'score': {counted}, 'acc': float(len(solution_str) > 9), 'format': 0.0}}"
     )
     table = checkout / "tasks/common/stages.py"  # without the evaluation, a third of the time
     stages = table.read_text()

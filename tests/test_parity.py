@@ -165,8 +165,7 @@ def test_what_cannot_be_compared_is_said(settings):
 
 
 @pytest.mark.parametrize(
-    ("name", "state"),
-    [(ONCE, "ok"), ("packed, fused head", "warning"), ("packed", "warning"), ("", "error")],
+    ("name", "state"), [(ONCE, "ok"), ("packed, fused head", "warning"), ("packed", "warning"), ("", "error")]
 )
 def test_the_finding_names_the_pass_that_is_taken(settings, name, state):
     paths = {}

@@ -198,12 +198,7 @@ def test_source_that_ends_early_is_refused_and_the_old_data_stay(folder, source,
 
 
 def test_source_with_exactly_enough_prompts(folder):
-    assert prepare(generated(TRAIN_SIZE="10"), {"toy": short})["rows"] == {
-        "test": 6,
-        "dev": 4,
-        "train": 10,
-        "sft": 7,
-    }
+    assert prepare(generated(TRAIN_SIZE="10"), {"toy": short})["rows"] == {"test": 6, "dev": 4, "train": 10, "sft": 7}
 
 
 def test_folder_as_source_goes_to_the_hub_reader(folder, tmp_path):

@@ -345,12 +345,7 @@ def test_other_values_are_no_repetition(settings, given, said):
 def test_the_warning_names_what_is_not_as_it_was():
     then = {"git": {"commit": "a" * 40}, "changes": "", "task": {"reward.py": "1"}, "python": "3.11.1"}
     then["packages"] = ["a==1", "torch==2.8.0"]
-    now = {
-        "git": {"missing": "no git"},
-        "changes": "diff",
-        "task": {"reward.py": "2"},
-        "python": "3.12.1",
-    }
+    now = {"git": {"missing": "no git"}, "changes": "diff", "task": {"reward.py": "2"}, "python": "3.12.1"}
     now["packages"] = ["torch==2.9.0", "zip==1"]
     code = [launches.code_of(record) for record in (then, now)]
     assert repeat.changed(code[0], code[0]) == ""

@@ -19,15 +19,7 @@ from verl_tasks.launch.rounds import check_training
 from verl_tasks.models.merge import merge, whole_folder
 from verl_tasks.process import StageFailed
 from verl_tasks.runs import launches
-from verl_tasks.runs.folder import (
-    find_run,
-    lineage,
-    record,
-    rl_run,
-    rounds,
-    settings_of,
-    sft_dir,
-)
+from verl_tasks.runs.folder import find_run, lineage, record, rl_run, rounds, settings_of, sft_dir
 from verl_tasks.runs.run import Run, ends_run, export
 from verl_tasks.runs.validation import WHOLE, learned
 from verl_tasks.settings import Command, SettingsError, load_settings

@@ -228,14 +228,7 @@ def test_value_at_the_edge_is_accepted(name, value):
 
 @pytest.mark.parametrize(
     ("method", "prompts", "mini"),
-    [
-        ("grpo", 8, 8),
-        ("gspo", 8, 2),
-        ("gspo", 9, 3),
-        ("gspo", 49, 49),
-        ("gspo", 62, 31),
-        ("cispo", 1, 1),
-    ],
+    [("grpo", 8, 8), ("gspo", 8, 2), ("gspo", 9, 3), ("gspo", 49, 49), ("gspo", 62, 31), ("cispo", 1, 1)],
 )
 def test_the_method_chooses_its_mini_batches(method, prompts, mini):
     chosen = load(METHOD=method, TRAIN_BATCH_SIZE=str(prompts), MINI_BATCH_SIZE="0")

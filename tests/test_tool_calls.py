@@ -414,13 +414,7 @@ def test_matching_is_maximal_where_taking_the_first_partner_is_not():
 
 @pytest.mark.parametrize(
     "made, expected, pairs",
-    [
-        ([], [F], 0),
-        ([F, F], [F], 1),
-        ([F, G], [G, F], 2),
-        ([F, F], [F, G], 1),
-        ([{**F, "name": "F"}], [F], 0),
-    ],
+    [([], [F], 0), ([F, F], [F], 1), ([F, G], [G, F], 2), ([F, F], [F, G], 1), ([{**F, "name": "F"}], [F], 0)],
 )
 def test_matched(made, expected, pairs):
     assert matched(made, expected, [{"type": "function", "function": {"name": "f"}}]) == pairs

@@ -460,12 +460,7 @@ def test_where_no_response_has_an_advantage_some_have_a_gradient_of_0(way, found
 
 @pytest.mark.parametrize(
     "changed",
-    [
-        {"entropy_coeff": 0.001},
-        {"use_kl_loss": True},
-        {"policy_loss": {"loss_mode": "kl_cov"}},
-        {"distillation": True},
-    ],
+    [{"entropy_coeff": 0.001}, {"use_kl_loss": True}, {"policy_loss": {"loss_mode": "kl_cov"}}, {"distillation": True}],
 )
 def test_a_loss_with_another_term_has_all_gradients(changed):
     from verl_tasks.verl_plugins.zero_advantage import applies

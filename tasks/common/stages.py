@@ -114,10 +114,7 @@ STAGES = {
         writes=("experiments",),
     ),
     "merge": Stage(
-        _AFTER,
-        "save the checkpoint STEP as one folder that vLLM and transformers load",
-        ("merge",),
-        about_a_run=True,
+        _AFTER, "save the checkpoint STEP as one folder that vLLM and transformers load", ("merge",), about_a_run=True
     ),
     "batch": Stage(
         _AFTER,

@@ -69,11 +69,7 @@ REWARDS = {
     "verl prime_code": (of_code, "```python\nprint({0})\n```", 1),
     "verl geo3k": (geo3k, "<think>Count.</think>It is \\boxed{{{0}}}.", 0.9),
     "verl rlla": (of_calls, f"<think>Count.</think>\n{TOOL_CALL}", 1),
-    "verl search_r1 em": (
-        lambda r, truth: search_r1.compute_score(r, {"target": [truth]}),
-        "<answer>{0}</answer>",
-        1,
-    ),
+    "verl search_r1 em": (lambda r, truth: search_r1.compute_score(r, {"target": [truth]}), "<answer>{0}</answer>", 1),
     "verl search_r1 subem": (
         lambda r, truth: search_r1.compute_score_subem(r, {"target": [truth]}),
         "<answer>{0}</answer>",

@@ -62,10 +62,7 @@ F = {
     "mixtral": ("mixtral", dict(B, num_local_experts=4)),
     "gemma": ("gemma", dict(H)),
     "gemma2 (as published)": ("gemma2", GEMMA2),
-    "gemma2 (no attn softcap)": (
-        "gemma2",
-        dict(GEMMA2, attn_logit_softcapping=None, final_logit_softcapping=5.0),
-    ),
+    "gemma2 (no attn softcap)": ("gemma2", dict(GEMMA2, attn_logit_softcapping=None, final_logit_softcapping=5.0)),
     "gemma3_text (270M, 1B)": ("gemma3_text", GEMMA2),
     "gemma3 (4B+, with vision)": (
         "gemma3",
@@ -124,10 +121,7 @@ F = {
     "smollm3": ("smollm3", dict(B)),
     "gpt_oss": ("gpt_oss", dict(H, sliding_window=8, layer_types=SL, num_local_experts=4, num_experts_per_tok=2)),
     "lfm2 (LiquidAI)": ("lfm2", dict(B, layer_types=["conv", "full_attention"] * 2)),
-    "qwen3_next": (
-        "qwen3_next",
-        dict(H, **MOE, **LINEAR, shared_expert_intermediate_size=32),
-    ),
+    "qwen3_next": ("qwen3_next", dict(H, **MOE, **LINEAR, shared_expert_intermediate_size=32)),
     "qwen3_5_text": ("qwen3_5_text", dict(H, **LINEAR)),
     "qwen3_5 (with vision)": (
         "qwen3_5",
@@ -162,14 +156,8 @@ F = {
             eos_token_id=2,
         ),
     ),
-    "opt": (
-        "opt",
-        dict(SMALL, ffn_dim=96, max_position_embeddings=256, word_embed_proj_dim=64),
-    ),
-    "falcon": (
-        "falcon",
-        dict(SMALL, new_decoder_architecture=True, num_kv_heads=2),
-    ),
+    "opt": ("opt", dict(SMALL, ffn_dim=96, max_position_embeddings=256, word_embed_proj_dim=64)),
+    "falcon": ("falcon", dict(SMALL, new_decoder_architecture=True, num_kv_heads=2)),
     "llama4_text (chunked)": (
         "llama4_text",
         dict(

@@ -151,13 +151,7 @@ def scale(folder: str, part: str, out: str) -> None:
     write(Path(out), result)
 
 
-PARTS: dict[str, Callable] = {
-    "sp": sp,
-    "engines": engines,
-    "shared": shared,
-    "dpo": dpo,
-    "scale": scale,
-}
+PARTS: dict[str, Callable] = {"sp": sp, "engines": engines, "shared": shared, "dpo": dpo, "scale": scale}
 
 if __name__ == "__main__":
     os.environ |= stack(os.environ["STACK"]).ENVIRONMENT | gpu_numbers()

@@ -85,11 +85,7 @@ def constant_answers(picture: Path) -> None:
     save(figure, picture)
 
 
-PICTURES = {
-    "gsm8k.png": gsm8k,
-    "before-after.png": before_after,
-    "constant-answers.png": constant_answers,
-}
+PICTURES = {"gsm8k.png": gsm8k, "before-after.png": before_after, "constant-answers.png": constant_answers}
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():

@@ -280,10 +280,7 @@ def episode(made: type[Environment], turns: int, source: str, text: str, truth: 
 
 
 def attack(
-    s: Settings,
-    command: Command,
-    compute_score: Callable | None,
-    environment: type[Environment] | None = None,
+    s: Settings, command: Command, compute_score: Callable | None, environment: type[Environment] | None = None
 ) -> None:
     """`make attack`: a table of what was found, attack.json, and examples.jsonl with lines for the task's own.
 

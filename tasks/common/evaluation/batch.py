@@ -27,11 +27,7 @@ def _xlsx_rows(path: Path) -> list[dict]:
     return first[1].to_dict("records")
 
 
-READ = {
-    **dict.fromkeys((".json", ".jsonl"), lambda path: list(Records(path))),
-    ".csv": csv_rows,
-    ".xlsx": _xlsx_rows,
-}
+READ = {**dict.fromkeys((".json", ".jsonl"), lambda path: list(Records(path))), ".csv": csv_rows, ".xlsx": _xlsx_rows}
 WRITE = (".xlsx", ".json", ".jsonl", ".csv")
 
 

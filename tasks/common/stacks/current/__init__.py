@@ -52,10 +52,7 @@ RL_OVERRIDES = [
     WHOLE_RESPONSES,
     "critic.strategy=fsdp2",
 ]
-SFT_OVERRIDES = [
-    "engine.strategy=fsdp2",
-    "model.fused_kernel_options.impl_backend=torch",
-]
+SFT_OVERRIDES = ["engine.strategy=fsdp2", "model.fused_kernel_options.impl_backend=torch"]
 
 
 def ray_overrides(s: Settings) -> list[str]:
