@@ -25,8 +25,8 @@ def resolve_model(model: str, base: str = "", variable: str = "MODEL") -> str:
     """The value for ``model.path``: the folder of a local model, or the hub id. ``variable``: what named it.
 
     A LoRA adapter is copied to artifacts/models, with its base model (``base``, else the one it names) as a folder or
-    hub id; one that vLLM cannot apply is merged. Raises SettingsError when a folder has no config, no whole weights or no
-    tokenizer, or an adapter's base model is missing.
+    hub id; one that vLLM cannot apply is merged. Raises SettingsError when a folder has no config, no whole weights or
+    no tokenizer, or an adapter's base model is missing.
     """
     if model == "embedded":
         return str(embedded_model(variable))
