@@ -84,7 +84,8 @@ def test_rounds_are_trained_as_planned_skipped_when_done_and_continued_with_more
 ):
     """The trainer here logs one line and saves its last step."""
     (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text("{}")
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / "model" / name).write_text("{}")
     (tmp_path / "model/model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")  # no tensors
     s = replace(settings, INIT="base", MODEL=str(tmp_path / "model"), SELF_PLAY_ROUNDS=2, STEPS=4, TRAIN_SEED=7)
     seen = []
