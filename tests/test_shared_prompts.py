@@ -42,12 +42,12 @@ def nested(rows):
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
-def batch(prompts, responses, masks=None, **options):
+def batch(prompts, responses, masks=None, unread=4, **options):
     sequences = [torch.cat(pair) for pair in zip(prompts, responses)]
     data = {"input_ids": nested(sequences), "position_ids": nested([torch.arange(len(s)) for s in sequences])}
     if masks is None:
         data |= {"prompts": nested(prompts), "responses": nested(responses)}
-        data["loss_mask"] = nested([torch.ones(len(r)) for r in responses])
+        data["loss_mask"] = nested([(r % 4 != unread).float() for r in responses])
     else:
         data["loss_mask"] = nested(masks)
     data = TensorDict(data, batch_size=len(sequences))
@@ -79,9 +79,9 @@ def wanted(data):
     if data.get("prompts") is None:
         return torch.cat([torch.cat([m[1:], m.new_zeros(1)]) for m in data["loss_mask"].unbind()]).bool()
     marks = []
-    for sequence, response in zip(sequences, data["responses"].unbind()):
+    for sequence, mask in zip(sequences, data["loss_mask"].unbind()):
         mark = torch.zeros(len(sequence), dtype=torch.bool)
-        mark[len(sequence) - len(response) - 1 : -1] = True
+        mark[len(sequence) - len(mask) - 1 : -1] = mask.bool()
         marks.append(mark)
     return torch.cat(marks)
 
@@ -107,7 +107,7 @@ cases = {
     "a temperature a row": batch(groups, responses, temperature=1.0),
     "one group": batch([one] * 4, [drawn(1, 9) for _ in range(4)], temperature=1.0),
     "single rows": batch(single, [drawn(1, 9) for _ in single], temperature=1.0),
-    "same first turns": batch([one] * 5, [torch.cat(both) for both in zip(turns, answers)], temperature=0.9),
+    "same first turns": batch([one] * 5, [torch.cat(both) for both in zip(turns, answers)], unread=0, temperature=0.9),
     "long responses": batch([one] * 4, [drawn(500, 600) for _ in range(4)], temperature=1.0),
     "sft": batch(groups, responses, masks, temperature=1.0),
     "sft, one system": batch([torch.cat([one, p]) for p in groups], responses, later, temperature=1.0),

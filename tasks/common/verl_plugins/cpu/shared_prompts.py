@@ -83,14 +83,14 @@ def in_order(sequences: list[torch.Tensor]) -> list[int]:
 
 
 def of_micro_batch(micro_batch: TensorDict, config: dict) -> Packed:
-    """Of RL the tokens of responses are predicted, of SFT those with a loss. As many sequences stand in a row as is
-    least work. ``config``: the model's config.json."""
-    sequences = list(micro_batch["input_ids"].unbind())
-    if micro_batch.get("prompts") is None:
-        wanted = [mask[1:].nonzero()[:, 0] for mask in micro_batch["loss_mask"].unbind()]
-    else:
-        prompts = map(len, micro_batch["prompts"].unbind())
-        wanted = [torch.arange(prompt - 1, len(s) - 1) for s, prompt in zip(sequences, prompts, strict=True)]
+    """The tokens with a loss are predicted; of none the last ones, for a loss that is 0. As many sequences stand in a
+    row as is least work. ``config``: the model's config.json."""
+    sequences, wanted = list(micro_batch["input_ids"].unbind()), []
+    for sequence, mask in zip(sequences, micro_batch["loss_mask"].unbind(), strict=True):  # of RL that of the response
+        before = len(sequence) - len(mask) + mask.nonzero()[:, 0] - 1
+        wanted.append(before[before >= 0])
+    if not any(map(len, wanted)):
+        wanted = [torch.tensor([len(sequence) - 2]) for sequence in sequences]
     order = in_order(sequences)
     alike = begun_alike([sequences[n].tolist() for n in order])
     _, most = least_work(shapes(config), [len(sequences[n]) for n in order], alike)
@@ -141,8 +141,7 @@ class SharedPrompts:
 
     def _packs(self, micro_batch: TensorDict) -> bool:
         prompts = micro_batch.get("prompts")
-        # Without prompts it is SFT's, whose mask is as long as its sequences.
-        known = micro_batch["loss_mask"].is_nested if prompts is None else prompts.is_nested
+        known = micro_batch["loss_mask"].is_nested and (prompts is None or prompts.is_nested)
         others = ("use_fused_kernels", "distillation_use_topk")
         packed_already = get_non_tensor_data(micro_batch, "use_remove_padding", True)
         asked = any(get_non_tensor_data(micro_batch, name, False) for name in others)
