@@ -83,11 +83,11 @@ def test_the_seconds_of_a_stage_follow_from_timed_passes_and_the_lengths_of_demo
     assert learned["sft"] == pytest.approx(4 * 8 * ((60 + 80) / 2 + 100) / 2 * 0.3)
     shared = found(timed=learn, rows=replace(rows, ids=[each[1:] for each in ids]))
     assert shared["sft"] == pytest.approx(4 * 8 * (79 / 2 + 99) / 2 * 0.3)  # what they begin with in common, once
-    update = 4 * (30 + 2 * 50) * 0.3  # two responses after their prompt
+    update = 4 * (30 + 2 * 50 / 2) * 0.3  # two responses after their prompt, half of each as in others
     step = 30 * 0.1 + 8 * 10 * 0.1 + update  # read, heard
     assert learned["train"] == pytest.approx(s.STEPS * 8 * step)
     alone = found(replace(model, layer=0, queries=1), timed=learn)  # where attention is all, each stands alone
-    assert alone["train"] == pytest.approx(s.STEPS * 8 * 8 * 2 * 80**2 * 0.3)
+    assert alone["train"] == pytest.approx(s.STEPS * 8 * 8 * 2 * 55**2 * 0.3)
     again = found(timed=learn, MINI_BATCH_SIZE=2, KL_COEF=0.1)  # log-probs before the step, and of the reference
     assert again["train"] - learned["train"] == pytest.approx(s.STEPS * 8 * update * 2 / 3)
     moved = found(timed={"weights": 0.5})

@@ -33,6 +33,8 @@ DECODED = 8  # tokens of each sequence of the pass that samples
 # What a stage takes beside its work, in starts of this program, which imports and loads the same: an estimate.
 STARTS = {"sft": 4.5, "train": 9.0, "eval": 3.0}
 FORWARD = 1 / 3  # of a forward and a backward pass
+# Of a response after a warm-up, what no other one to its prompt begins with and is computed for it alone: an estimate.
+OWN = 0.5
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,8 @@ def seconds(s: Settings, model: Shapes, rows: Lengths, tested: int, timed: Timed
     warm = s.SFT_BATCH_SIZE * warm_up(model, rows, s.MICRO_BATCH_SIZE) * timed.learn
     warm += math.ceil(s.SFT_BATCH_SIZE / s.MICRO_BATCH_SIZE) * timed.weights + timed.optimize
     responses, updates = s.TRAIN_BATCH_SIZE * s.ROLLOUT_N, s.TRAIN_BATCH_SIZE // s.MINI_BATCH_SIZE
-    learned = responses * update(model, prompt, whole - prompt, min(s.MICRO_BATCH_SIZE, s.ROLLOUT_N)) * timed.learn
+    own_tokens = (whole - prompt) * (OWN if s.INIT == "sft" else 1)
+    learned = responses * update(model, prompt, own_tokens, min(s.MICRO_BATCH_SIZE, s.ROLLOUT_N)) * timed.learn
     learned += math.ceil(responses / s.MICRO_BATCH_SIZE) * timed.weights
     learned *= 1 + FORWARD * ((updates > 1) + (s.KL_COEF > 0))  # log-probs from before a step, and of the reference
     sampled = s.TRAIN_BATCH_SIZE * read + responses * (heard + said * timed.sample)
