@@ -36,7 +36,12 @@ DEFAULTS = {
     "TEST_FREQ": "0",  # 32 prompts and 8 steps would choose the best checkpoint by chance
     "N": "2",
 }
-STAGE_DEFAULTS = {"probe": {"LIMIT": "64"}}
+# What the trainers multiply in, and vLLM keeps and samples in.
+DTYPE = cpu_dtype()
+
+# In float32 all of countdown's test prompts would take as long as its training.
+TESTED = {} if DTYPE == "bfloat16" else {"LIMIT": "64"}
+STAGE_DEFAULTS = {"probe": {"LIMIT": "64"}} | dict.fromkeys(("train", "dpo", "all", "eval", "compare"), TESTED)
 
 # verl and vLLM read these in every process.
 ENVIRONMENT = {
@@ -55,9 +60,6 @@ ENVIRONMENT = {
 
 # The module that runs verl's trainer: it and its processes as forks of one.
 LAUNCHER = ["verl_tasks.verl_plugins.forked", "--trainer", "verl_tasks.verl_plugins.cpu.asleep"]
-
-# What the trainers multiply in, and vLLM keeps and samples in.
-DTYPE = cpu_dtype()
 
 STORAGE_UNITS = 1
 
