@@ -3,6 +3,7 @@ samples the right shares, never an impossible token, and a seed's tokens whateve
 worker leave the cores to each other.
 """
 
+import importlib
 import json
 import os
 import subprocess
@@ -15,8 +16,10 @@ import torch
 
 from tests.helpers import ROOT
 from tests.test_settings import VALUES
+from verl_tasks.machine import hardware
 from verl_tasks.machine.hardware import cpu_dtype, number_bytes
 from verl_tasks.settings import load_settings
+from verl_tasks.stacks import cpu
 from verl_tasks.training import verl_config
 
 SHAPES = [(2, 7), (3, 256), (700,)]
@@ -115,6 +118,25 @@ def test_a_cpu_without_instructions_for_bfloat16_computes_in_float32(tmp_path, f
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nmodel name\t: some CPU\n{flags}\nbogomips : 5399.99\n")
     assert cpu_dtype(tmp_path / "cpuinfo") == dtype
     assert cpu_dtype(tmp_path / "none") == "float32"
+
+
+@pytest.fixture(params=["bfloat16", "float32"])
+def dtype(request, monkeypatch) -> str:
+    """The cpu stack as on a CPU that computes in it."""
+    with monkeypatch.context() as patch:
+        patch.setattr(hardware, "cpu_dtype", lambda: request.param)
+        importlib.reload(cpu)
+        yield request.param
+    importlib.reload(cpu)
+
+
+@pytest.mark.parametrize("stage", ["train", "all", "eval", "compare"])
+def test_in_float32_an_evaluation_takes_half_of_the_test_prompts(dtype, stage):
+    given = {"TASK": "countdown", "STACK": "cpu", "STAGE": stage}
+    tested = {"bfloat16": 0, "float32": 64}[dtype]
+    assert tested == load_settings(given).LIMIT
+    assert not load_settings(given | {"LIMIT": "0"}).LIMIT
+    assert not load_settings(given | {"STAGE": "batch"}).LIMIT
 
 
 def test_trainers_and_engines_of_the_cpu_stack_have_its_type(tmp_path):

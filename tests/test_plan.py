@@ -238,7 +238,8 @@ def test_the_seconds_of_a_stage_follow_from_timed_passes_and_the_lengths_of_demo
     variables = {"STACK": "cpu", "INIT": "sft", "SFT_STEPS": "4", "SFT_BATCH_SIZE": "8", "MICRO_BATCH_SIZE": "2"}
     variables |= {"MAX_NEW_TOKENS": "100", "MAX_TURN_LENGTH": "80", "MAX_RESPONSE_LENGTH": "90"}
     s = task_settings("countdown", variables)
-    rows = passes.Lengths([30, 30, 30], [60, 80, 100], [24, 40, 56])
+    ids = [[row, *range(length - 1)] for row, length in enumerate((60, 80, 100))]
+    rows = passes.Lengths([30, 30, 30], [60, 80, 100], [24, 40, 56], ids)
     model = replace(shapes_of("embedded"), layer=1, queries=0)  # an operation a token
 
     nothing = dict.fromkeys(passes.Timed.__dataclass_fields__, 0.0)
@@ -249,14 +250,14 @@ def test_the_seconds_of_a_stage_follow_from_timed_passes_and_the_lengths_of_demo
     assert found(timed={"start": 2}) == {stage: 2 * starts for stage, starts in passes.STARTS.items()}
     learn = {"learn": 0.3}
     learned = found(timed=learn)
-    assert learned["sft"] == pytest.approx(4 * 8 * (2 * 80 + 100) / 3 * 0.3)  # of two sequences the longer counts
-    shared = found(timed=learn, rows=replace(rows, common=30))
-    assert shared["sft"] == pytest.approx(4 * 8 * (30 + 30 + 50 + 100) / 3 * 0.3)  # what both begin with, once
-    update = 4 * (30 + 2 * 50) * 0.3  # two responses after their prompt
+    assert learned["sft"] == pytest.approx(4 * 8 * ((60 + 80) / 2 + 100) / 2 * 0.3)
+    shared = found(timed=learn, rows=replace(rows, ids=[each[1:] for each in ids]))
+    assert shared["sft"] == pytest.approx(4 * 8 * (79 / 2 + 99) / 2 * 0.3)  # what they begin with in common, once
+    update = 4 * (30 + 2 * 50 / 2) * 0.3  # two responses after their prompt, half of each as in others
     step = 30 * 0.1 + 8 * 10 * 0.1 + update  # read, heard
     assert learned["train"] == pytest.approx(s.STEPS * 8 * step)
     alone = found(replace(model, layer=0, queries=1), timed=learn)  # where attention is all, each stands alone
-    assert alone["train"] == pytest.approx(s.STEPS * 8 * 8 * 2 * 80**2 * 0.3)
+    assert alone["train"] == pytest.approx(s.STEPS * 8 * 8 * 2 * 55**2 * 0.3)
     again = found(timed=learn, MINI_BATCH_SIZE=2, KL_COEF=0.1)  # log-probs before the step, and of the reference
     assert again["train"] - learned["train"] == pytest.approx(s.STEPS * 8 * update * 2 / 3)
     moved = found(timed={"weights": 0.5})

@@ -1,4 +1,4 @@
-"""The cpu stack computes each prompt of a micro-batch once: what comes out is what verl computes row by row."""
+"""The cpu stack computes once what sequences begin with in common: what comes out is what verl computes row by row."""
 
 import json
 import os
@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.helpers import ROOT
-from verl_tasks.machine.memory import EMBEDDED_CONFIG, Plan, passed, shapes
+from verl_tasks.machine.memory import EMBEDDED_CONFIG, Plan, begun_alike, least_work, passed, shapes
 
-# A process with our platform: verl's engine computes each batch in its own way and with each prompt once.
+# A process with our platform: verl's engine computes each batch in its own way and with shared tokens once.
 COMPARED = """
 import json, sys
 from types import SimpleNamespace
@@ -42,12 +42,12 @@ def nested(rows):
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
-def batch(prompts, responses, masks=None, **options):
+def batch(prompts, responses, masks=None, unread=4, **options):
     sequences = [torch.cat(pair) for pair in zip(prompts, responses)]
     data = {"input_ids": nested(sequences), "position_ids": nested([torch.arange(len(s)) for s in sequences])}
     if masks is None:
         data |= {"prompts": nested(prompts), "responses": nested(responses)}
-        data["loss_mask"] = nested([torch.ones(len(r)) for r in responses])
+        data["loss_mask"] = nested([(r % 4 != unread).float() for r in responses])
     else:
         data["loss_mask"] = nested(masks)
     data = TensorDict(data, batch_size=len(sequences))
@@ -79,9 +79,9 @@ def wanted(data):
     if data.get("prompts") is None:
         return torch.cat([torch.cat([m[1:], m.new_zeros(1)]) for m in data["loss_mask"].unbind()]).bool()
     marks = []
-    for sequence, response in zip(sequences, data["responses"].unbind()):
+    for sequence, mask in zip(sequences, data["loss_mask"].unbind()):
         mark = torch.zeros(len(sequence), dtype=torch.bool)
-        mark[len(sequence) - len(response) - 1 : -1] = True
+        mark[len(sequence) - len(mask) - 1 : -1] = mask.bool()
         marks.append(mark)
     return torch.cat(marks)
 
@@ -97,12 +97,17 @@ responses = [drawn(1, 9) for _ in groups]
 single = [drawn(3, 30) for _ in range(4)]
 masks = [torch.cat([torch.zeros(len(p)), torch.randint(0, 2, (len(r),))]) for p, r in zip(groups, responses)]
 later = [torch.cat([torch.zeros(len(one)), mask]) for mask in masks]
+first = drawn(20, 30)
+turns = [first, first[:10], first, drawn(20, 30), first]
+answers = [drawn(3, 9) for _ in turns[1:]]
+answers.insert(0, answers[1])  # the first episode is the third
 temperatures = torch.tensor([0.7, 1.0, 1.3, 0.7, 2.0, 1.0])
 cases = {
     "groups": batch(groups, responses, temperature=0.7),
     "a temperature a row": batch(groups, responses, temperature=1.0),
     "one group": batch([one] * 4, [drawn(1, 9) for _ in range(4)], temperature=1.0),
     "single rows": batch(single, [drawn(1, 9) for _ in single], temperature=1.0),
+    "same first turns": batch([one] * 5, [torch.cat(both) for both in zip(turns, answers)], unread=0, temperature=0.9),
     "long responses": batch([one] * 4, [drawn(500, 600) for _ in range(4)], temperature=1.0),
     "sft": batch(groups, responses, masks, temperature=1.0),
     "sft, one system": batch([torch.cat([one, p]) for p in groups], responses, later, temperature=1.0),
@@ -113,6 +118,8 @@ for name, data in cases.items():
     made.clear()
     values, gradients, others = computed(data, own=True)
     shapes = [list(packed.ids.shape) for packed in made]
+    ids = [row.tolist() for row in data["input_ids"].unbind()]
+    beginnings = {tuple(row[:end]) for row in ids for end in range(1, len(row) + 1)}
     wanted_values, wanted_gradients, _ = computed(data, own=False)
     largest = max(g.abs().max() for g in wanted_gradients)
     off = max((a - b).abs().max() for a, b in zip(gradients, wanted_gradients)) / largest
@@ -121,6 +128,8 @@ for name, data in cases.items():
         "gradients": off.item(),
         "others": others.abs().max().item(),
         "rows": shapes,
+        "lengths": [len(row) for row in ids],
+        "beginnings": len(beginnings),
         "finite": bool(values.isfinite().all()),
     }
 
@@ -136,12 +145,13 @@ def forward_backward_batch(self, data, loss_function, forward_only=False):
 FSDPEngine.forward_backward_batch = forward_backward_batch
 tu.assign_non_tensor(cases["groups"], use_dynamic_bsz=False)
 output = engine.forward_backward_batch(cases["groups"], None)
-found["order"] = [seen[0], [one.tolist()] * 3 + [two.tolist()] * 2 + [long.tolist()]]
+found["order"] = [seen[0], sorted(prompt.tolist() for prompt in groups)]
 back = output["model_output"]["log_probs"].unbind()
 found["back"] = all(torch.equal(a, b) for a, b in zip(back, cases["groups"]["input_ids"].unbind(), strict=True))
 print(json.dumps(found))
 """
-CASES = ("groups", "a temperature a row", "one group", "single rows", "long responses", "sft", "sft, one system")
+CASES = ("groups", "a temperature a row", "one group", "single rows", "same first turns", "long responses", "sft")
+CASES += ("sft, one system",)
 
 
 @pytest.fixture(scope="module")
@@ -167,15 +177,17 @@ def test_log_probs_entropy_and_gradients_are_verls(found, case):
 
 
 @pytest.mark.medium
-def test_a_prompt_stands_once_where_that_is_less_work(found):
-    def tried(case: str) -> list[int]:
-        """Rows of each way: at most two, four, eight or one of a prompt in a row."""
-        return [rows for rows, _ in found[case]["rows"]]
+@pytest.mark.parametrize("case", set(CASES) - {"long responses"})
+def test_what_sequences_begin_with_stands_once(found, case):
+    assert found[case]["rows"] == [[1, found[case]["beginnings"]]]
 
-    assert tried("groups") == tried("a temperature a row") == [4, 3, 3, 6]
-    assert tried("one group") == tried("long responses") == [2, 1, 4] and tried("single rows") == [4, 4, 4]
-    assert tried("sft") == [6, 6, 6, 6]  # they begin with nothing in common
-    assert tried("sft, one system") == [3, 2, 1, 6]
+
+@pytest.mark.medium
+def test_so_many_stand_in_a_row_that_it_is_least_work(found):
+    turns = found["same first turns"]
+    assert turns["beginnings"] < sum(turns["lengths"]) / 2
+    long = found["long responses"]  # scores over all four would be more work
+    assert long["rows"] == [[4, max(long["lengths"])]]
 
 
 @pytest.mark.medium
@@ -184,11 +196,12 @@ def test_rows_of_a_prompt_share_a_micro_batch_and_results_come_back_in_order(fou
     assert got == wanted and found["back"]
 
 
-def test_a_token_sees_its_prompt_and_its_own_response():
+def test_a_token_sees_those_on_the_way_to_it():
     from verl_tasks.verl_plugins.cpu.shared_prompts import pack
 
-    sequences = [torch.tensor(ids) for ids in ([7, 8, 1], [7, 8, 2, 3], [9, 4])]
-    packed = pack(sequences, [2, 2, 1], [torch.arange(1, 2), torch.arange(1, 3), torch.arange(0, 1)])
+    sequences = [torch.tensor(ids) for ids in ([7, 8, 1], [7, 8, 2, 3], [9, 4], [7, 8, 2, 3])]
+    wanted = [torch.arange(1, 2), torch.arange(1, 3), torch.arange(0, 1), torch.arange(1, 3)]
+    packed = pack(sequences, wanted, [[0, 1, 3], [2]])
     assert packed.ids.tolist() == [[7, 8, 1, 2, 3], [9, 4, 0, 0, 0]]
     assert packed.positions[0].tolist() == [0, 1, 2, 2, 3]
     assert packed.mask[0, 0].int().tolist() == [
@@ -199,8 +212,19 @@ def test_a_token_sees_its_prompt_and_its_own_response():
         [1, 1, 0, 1, 1],
     ]
     assert packed.mask.any(-1).all()  # padding too: a softmax over nothing is NaN
-    assert packed.places.tolist() == [1, 1, 3, 5]
-    assert packed.sources.tolist() == [1, 4, 5, 7] and packed.counts.tolist() == [1, 2, 1]
+    assert packed.places.tolist() == [1, 1, 3, 5, 1, 3]  # of equal sequences the same
+    assert packed.sources.tolist() == [1, 4, 5, 7, 10, 11] and packed.counts.tolist() == [1, 2, 1, 2]
+
+
+def test_how_many_stand_in_a_row():
+    sequences = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6], [7]]
+    assert begun_alike(sequences) == [0, 3, 2, 0] and begun_alike([]) == [] and begun_alike([[1], [1]]) == [0, 1]
+    lengths, alike = [4, 4, 3, 1], [0, 3, 2, 0]
+    linear, quadratic = (replace(shapes(EMBEDDED_CONFIG), layer=layer, queries=1 - layer) for layer in (1, 0))
+    assert least_work(linear, lengths, alike) == (7, 4)  # all in one row
+    assert least_work(quadratic, lengths, alike) == (2 * 7**2, 4)
+    assert least_work(quadratic, lengths, [0, 3, 0, 0]) == (2 * 2 * 5**2, 2)  # [1 2 3 4 | 5], [1 2 6 | 7]
+    assert least_work(quadratic, lengths, [0, 0, 0, 0]) == (4 * 2 * 4**2, 1)
 
 
 def test_the_estimate_of_memory_knows_it():

@@ -36,7 +36,7 @@ default() { :; } # make reads these lines
 {% if multi and cookiecutter.method == "dapo" %}
 {{ line("TRUNCATED", "masked", "no loss of a cut-off episode; dapo's penalty is for single responses") }}
 {% endif %}
-{{ line("STEPS", 100, "training steps", 8) }}
+{{ line("STEPS", 100, "training steps", 12 if multi and generated else 8) }}
 {% if cookiecutter.lora == "yes" %}
 {{ line("LORA_RANK", 8, "an adapter; 0: full fine-tuning") }}
 {{ line("LORA_ALPHA", 16, "LoRA scale") }}
@@ -54,7 +54,7 @@ default() { :; } # make reads these lines
 {{ line("SFT_BATCH_SIZE", 64, "demonstrations a step", 8) }}
 {{ line("SFT_LR", "1e-5", "in the warm-up; a smaller batch takes a lower one", "1.5e-4") }}
 {% endif %}
-{{ line("TRAIN_BATCH_SIZE", 32 if cookiecutter.method == "dpo" else 128, "prompts a step; each is sampled ROLLOUT_N times", 4) }}
+{{ line("TRAIN_BATCH_SIZE", 32 if cookiecutter.method == "dpo" else 128, "prompts a step; each is sampled ROLLOUT_N times", 8 if generated else 4) }}
 {{ line("MAX_TURNS", 4, "of the model in an episode") }}
 {{ line("MAX_TURN_LENGTH", 256, "tokens", 64) }}
 {{ line("MICRO_BATCH_SIZE", 16, "long episodes: fewer sequences in one pass", [8, pass_tokens // 448] | min) }}

@@ -8,8 +8,8 @@ they are like them, without one up to their limit.
 import math
 import sys
 import time
-from dataclasses import asdict, dataclass
-from itertools import islice, takewhile
+from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import psutil
@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from verl_tasks.data.prepare import load_tokenizer
 from verl_tasks.evaluation.engines import CPU_SEQUENCES
 from verl_tasks.files import write_json
-from verl_tasks.machine.memory import Shapes, operations, shapes
+from verl_tasks.machine.memory import Shapes, begun_alike, least_work, operations, shapes
 from verl_tasks.models.chat_template import demonstration_ids, prompt_ids
 from verl_tasks.rows import decoded, demonstration, parquet_rows, tools_of
 from verl_tasks.settings import Settings, load_settings, stack
@@ -33,6 +33,8 @@ DECODED = 8  # tokens of each sequence of the pass that samples
 # What a stage takes beside its work, in starts of this program, which imports and loads the same: an estimate.
 STARTS = {"sft": 4.5, "train": 9.0, "eval": 3.0}
 FORWARD = 1 / 3  # of a forward and a backward pass
+# Of a response after a warm-up, what no other one to its prompt begins with and is computed for it alone: an estimate.
+OWN = 0.5
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,12 @@ class Timed:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of some rows: of their prompts, of all of each, of what the model says in it, of what all begin with."""
+    """Tokens of some rows: of their prompts, of all of each, of what the model says; a warm-up's ids."""
 
     prompts: list[int]
     whole: list[int]
     said: list[int]
-    common: int = 0
+    ids: list[list[int]] = field(default_factory=list)
 
 
 def lengths(s: Settings, tokenizer) -> Lengths:
@@ -63,8 +65,7 @@ def lengths(s: Settings, tokenizer) -> Lengths:
         rows = islice(parquet_rows(s.data_dir / "sft.parquet"), ROWS)
         shown = [demonstration_ids(tokenizer, *demonstration(row), tools_of(row)) for row in rows]
         ids, masks = zip(*shown, strict=True)
-        common = len([*takewhile(lambda column: len({*column}) == 1, zip(*ids, strict=False))])
-        return Lengths([mask.index(1) for mask in masks], [*map(len, masks)], [*map(sum, masks)], common)
+        return Lengths([mask.index(1) for mask in masks], [*map(len, masks)], [*map(sum, masks)], [*ids])
     rows = islice(parquet_rows(s.train_file), ROWS)
     prompts = [len(prompt_ids(tokenizer, decoded(row["prompt"]), tools_of(row))) for row in rows]
     limit = s.MAX_RESPONSE_LENGTH
@@ -81,17 +82,9 @@ def powers(most: int) -> list[int]:
 
 
 def warm_up(model: Shapes, rows: Lengths, sequences: int) -> float:
-    """Operations of a sequence in a pass of ``sequences``, each row as long as the longest: several in a row after what
-    they have in common, so many that it is least (verl_plugins/cpu/shared_prompts.py)."""
-
-    def taken(some: list[int], most: int) -> int:
-        together = [some[at : at + most] for at in range(0, len(some), most)]
-        common = rows.common if most > 1 else 0
-        return operations(model, len(together), max(common + sum(each) - len(each) * common for each in together))
-
-    passes = [rows.whole[at : at + sequences] for at in range(0, len(rows.whole), sequences)]
-    ways = powers(sequences) if rows.common else [1]
-    return sum(min(taken(some, most) for most in ways) for some in passes) / len(rows.whole)
+    """Operations of a sequence in a pass of ``sequences`` (verl_plugins/cpu/shared_prompts.py)."""
+    passes = [sorted(rows.ids[at : at + sequences]) for at in range(0, len(rows.ids), sequences)]
+    return mean([least_work(model, [*map(len, some)], begun_alike(some))[0] / len(some) for some in passes] or [0])
 
 
 def update(model: Shapes, prompt: float, response: float, sequences: int) -> float:
@@ -160,7 +153,8 @@ def seconds(s: Settings, model: Shapes, rows: Lengths, tested: int, timed: Timed
     warm = s.SFT_BATCH_SIZE * warm_up(model, rows, s.MICRO_BATCH_SIZE) * timed.learn
     warm += math.ceil(s.SFT_BATCH_SIZE / s.MICRO_BATCH_SIZE) * timed.weights + timed.optimize
     responses, updates = s.TRAIN_BATCH_SIZE * s.ROLLOUT_N, s.TRAIN_BATCH_SIZE // s.MINI_BATCH_SIZE
-    learned = responses * update(model, prompt, whole - prompt, min(s.MICRO_BATCH_SIZE, s.ROLLOUT_N)) * timed.learn
+    own_tokens = (whole - prompt) * (OWN if s.INIT == "sft" else 1)
+    learned = responses * update(model, prompt, own_tokens, min(s.MICRO_BATCH_SIZE, s.ROLLOUT_N)) * timed.learn
     learned += math.ceil(responses / s.MICRO_BATCH_SIZE) * timed.weights
     learned *= 1 + FORWARD * ((updates > 1) + (s.KL_COEF > 0))  # log-probs from before a step, and of the reference
     sampled = s.TRAIN_BATCH_SIZE * read + responses * (heard + said * timed.sample)

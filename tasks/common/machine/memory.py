@@ -10,7 +10,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from itertools import islice, product
+from itertools import islice, pairwise, product
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -126,6 +126,24 @@ def plain(config: dict) -> bool:
 def operations(model: Shapes, rows: int, tokens: int) -> int:
     """Multiplications in a layer of a plain model for ``rows`` of so many tokens, whose scores all are computed."""
     return rows * tokens * (model.layer + 2 * tokens * model.queries)
+
+
+def begun_alike(sequences: list[list[int]]) -> list[int]:
+    """With how many tokens each of ``sequences`` begins as the one before it does; 0 for the first."""
+    pairs = ([*zip(*pair, strict=False)] for pair in pairwise(sequences))
+    return [0, *(next((n for n, (a, b) in enumerate(pair) if a != b), len(pair)) for pair in pairs)][: len(sequences)]
+
+
+def least_work(model: Shapes, lengths: list[int], alike: list[int]) -> tuple[int, int]:
+    """Multiplications in a layer of a plain model for sequences of ``lengths``, and how many of them stand in a row so
+    that it is least. With ``alike`` tokens each begins as the one before it does: in a row these stand once."""
+
+    def taken(most: int) -> int:
+        firsts = range(0, len(lengths), most)
+        longest = max(sum(lengths[at : at + most]) - sum(alike[at + 1 : at + most]) for at in firsts)
+        return operations(model, len(firsts), longest)
+
+    return min((taken(2**power), 2**power) for power in range((len(lengths) - 1).bit_length() + 1))
 
 
 def shapes_of(model: str) -> Shapes | None:

@@ -38,7 +38,12 @@ DEFAULTS = {
 }
 FP8_PROBLEM = "is for GPUs; leave ROLLOUT_DTYPE out"
 
-STAGE_DEFAULTS = {"probe": {"LIMIT": "64"}}
+# What the trainers multiply in, and vLLM keeps and samples in.
+DTYPE = cpu_dtype()
+
+# In float32 all of countdown's test prompts would take as long as its training.
+TESTED = {} if DTYPE == "bfloat16" else {"LIMIT": "64"}
+STAGE_DEFAULTS = {"probe": {"LIMIT": "64"}} | dict.fromkeys(("train", "dpo", "all", "eval", "compare"), TESTED)
 
 # verl and vLLM read these in every process.
 ENVIRONMENT = {
@@ -57,9 +62,6 @@ ENVIRONMENT = {
 
 # The module that runs verl's trainer: it and its processes as forks of one.
 LAUNCHER = ["verl_tasks.verl_plugins.forked", "--trainer", "verl_tasks.verl_plugins.cpu.asleep"]
-
-# What the trainers multiply in, and vLLM keeps and samples in.
-DTYPE = cpu_dtype()
 
 STORAGE_UNITS = 1
 

@@ -1,13 +1,12 @@
-"""Each prompt of a micro-batch once, with verl 0.9.1's engines on a CPU.
+"""What sequences of a micro-batch begin with in common is computed once, with verl 0.9.1's engines on a CPU.
 
 verl computes a prompt as often as it was sampled, pads all rows to the longest, and takes the logits of every token,
-its largest tensors. Here the rows of one prompt stand in one row: the prompt, then its responses one after the other,
-each of which sees the prompt and itself. Logits are taken where a loss reads them.
+its largest tensors. Here several sequences stand in one row, as a tree: what one begins with as another does stands
+once, whether prompt, system prompt or the same first turns, and each token sees those on the way to it. Logits are
+taken where a loss reads them.
 """
 
-from collections import Counter
 from dataclasses import dataclass
-from itertools import takewhile
 
 import torch
 from tensordict import TensorDict
@@ -15,9 +14,9 @@ from verl.utils import tensordict_utils
 from verl.utils.tensordict_utils import get_non_tensor_data
 from verl.workers.engine.fsdp import transformer_impl
 
-from verl_tasks.machine.memory import operations, plain, shapes
+from verl_tasks.machine.memory import begun_alike, least_work, plain, shapes
 from verl_tasks.verl_plugins.expect import expect
-from verl_tasks.verl_plugins.prompts import groups, outputs
+from verl_tasks.verl_plugins.prompts import outputs
 
 expect(
     transformer_impl.FSDPEngineWithLMHead.prepare_model_outputs,
@@ -26,9 +25,6 @@ expect(
     "log_probs = torch.nested.nested_tensor_from_jagged(log_probs, cu_seqlens)",
 )
 expect(transformer_impl.FSDPEngine.forward_backward_batch, "return postprocess_batch_func(output_lst=output_lst")
-
-
-PROMPT, PADDING = -1, -2  # whose a token is that is of no sequence
 
 
 @dataclass(frozen=True)
@@ -43,69 +39,62 @@ class Packed:
     counts: torch.Tensor  # (sequences,): how many of ``places`` are of each sequence
 
 
-def pack(sequences: list[torch.Tensor], shared: list[int], wanted: list[torch.Tensor], most: int = 2**30) -> Packed:
-    """``sequences`` of ids; those that begin with the same ``shared`` tokens stand in one row, ``most`` at most, and
-    these tokens once. A sequence that shares none stands alone.
+def pack(sequences: list[torch.Tensor], wanted: list[torch.Tensor], rows: list[list[int]]) -> Packed:
+    """``sequences`` of ids in ``rows``, which say whose stand in each: what one begins with as the one before it in its
+    row stands once.
 
     ``wanted``: of each sequence, the indices whose logits are taken, in order.
     """
-    groups: dict[tuple, list[int]] = {}
-    alike: Counter[tuple] = Counter()
-    for number, (sequence, length) in enumerate(zip(sequences, shared, strict=True)):
-        key = tuple(sequence[:length].tolist()) if length else (-number,)
-        groups.setdefault((key, alike[key] // most), []).append(number)
-        alike[key] += 1
+    ways: list[torch.Tensor] = [torch.empty(0)] * len(sequences)  # where the tokens of each stand in its row
+    alike = [0] * len(sequences)
+    for members in rows:
+        end, way = 0, torch.empty(0, dtype=torch.long)
+        for n, common in zip(members, begun_alike([sequences[n].tolist() for n in members]), strict=True):
+            new = len(sequences[n]) - common
+            ways[n] = way = torch.cat([way[:common], torch.arange(end, end + new)])
+            end, alike[n] = end + new, common
     lengths = [len(sequence) for sequence in sequences]
-    own = [length - prompt for length, prompt in zip(lengths, shared, strict=True)]
-    longest = max(shared[members[0]] + sum(own[n] for n in members) for members in groups.values())
-    ids = torch.zeros(len(groups), longest, dtype=torch.long)
-    positions, owner = torch.zeros_like(ids), torch.full_like(ids, PADDING)
+    longest = max(int(way.max()) + 1 for way in ways)
+    ids = torch.zeros(len(rows), longest, dtype=torch.long)
+    positions = torch.zeros_like(ids)
+    # Padding sees itself: a softmax over nothing would be NaN.
+    mask = torch.eye(longest, dtype=torch.bool).repeat(len(rows), 1, 1)
     places: list[torch.Tensor] = [torch.empty(0)] * len(sequences)
-    for row, members in enumerate(groups.values()):
-        start = prompt = shared[members[0]]
-        ids[row, :prompt], positions[row, :prompt] = sequences[members[0]][:prompt], torch.arange(prompt)
-        owner[row, :prompt] = PROMPT
+    for row, members in enumerate(rows):
         for n in members:
-            end = start + own[n]
-            ids[row, start:end], positions[row, start:end] = sequences[n][prompt:], torch.arange(prompt, lengths[n])
-            owner[row, start:end] = n
-            places[n] = row * longest + wanted[n] + torch.where(wanted[n] < prompt, 0, start - prompt)
-            start = end
-    before = torch.ones(longest, longest, dtype=torch.bool).tril()
-    seen = (owner[:, None] == owner[..., None]) | (owner[:, None] == PROMPT)
+            way, new = ways[n], alike[n]
+            ids[row, way], positions[row, way] = sequences[n], torch.arange(lengths[n])
+            mask[row, way[new:, None], way] = torch.ones(lengths[n], lengths[n], dtype=torch.bool).tril()[new:]
+            places[n] = row * longest + way[wanted[n]]
     starts = torch.tensor([0, *lengths]).cumsum(0)
     return Packed(
         ids=ids,
         positions=positions,
-        mask=(before & seen)[:, None],  # padding sees padding: a softmax over nothing would be NaN
+        mask=mask[:, None],
         places=torch.cat(places),
         sources=torch.cat([start + each for start, each in zip(starts[:-1], wanted, strict=True)]),
         counts=torch.tensor([len(each) for each in wanted]),
     )
 
 
+def in_order(sequences: list[torch.Tensor]) -> list[int]:
+    """The numbers of ``sequences`` in the order of their ids: each then begins with most tokens as one beside it."""
+    return sorted(range(len(sequences)), key=[sequence.tolist() for sequence in sequences].__getitem__)
+
+
 def of_micro_batch(micro_batch: TensorDict, config: dict) -> Packed:
-    """Of RL, each prompt once for several responses, and their tokens predicted; of SFT, what all rows begin with (the
-    system prompt) once for several, and the tokens with a loss. As many stand in a row as is least work.
-    ``config``: the model's config.json."""
-    sequences = list(micro_batch["input_ids"].unbind())
-    count = len(sequences)
-    if micro_batch.get("prompts") is None:
-        wanted = [mask[1:].nonzero()[:, 0] for mask in micro_batch["loss_mask"].unbind()]
-        columns = zip(*(sequence.tolist() for sequence in sequences), strict=False)
-        shared = [len([*takewhile(lambda column: len({*column}) == 1, columns)])] * count
-    else:
-        shared = [len(prompt) for prompt in micro_batch["prompts"].unbind()]
-        wanted = [torch.arange(prompt - 1, len(s) - 1) for s, prompt in zip(sequences, shared, strict=True)]
-    ways = [pack(sequences, shared, wanted, 2**power) for power in range(1, (count - 1).bit_length() + 1)]
-    model = shapes(config)
-    ways.append(pack(sequences, [0] * count, wanted))
-    return min(ways, key=lambda packed: operations(model, *packed.ids.shape))
-
-
-def by_prompt(data: TensorDict) -> list[int]:
-    """The order of the rows in which those of one prompt follow one another."""
-    return [row for rows in groups(data["prompts"]) for row in rows]
+    """The tokens with a loss are predicted; of none the last ones, for a loss that is 0. As many sequences stand in a
+    row as is least work. ``config``: the model's config.json."""
+    sequences, wanted = list(micro_batch["input_ids"].unbind()), []
+    for sequence, mask in zip(sequences, micro_batch["loss_mask"].unbind(), strict=True):  # of RL that of the response
+        before = len(sequence) - len(mask) + mask.nonzero()[:, 0] - 1
+        wanted.append(before[before >= 0])
+    if not any(map(len, wanted)):
+        wanted = [torch.tensor([len(sequence) - 2]) for sequence in sequences]
+    order = in_order(sequences)
+    alike = begun_alike([sequences[n].tolist() for n in order])
+    _, most = least_work(shapes(config), [len(sequences[n]) for n in order], alike)
+    return pack(sequences, wanted, [order[at : at + most] for at in range(0, len(order), most)])
 
 
 class SharedPrompts:
@@ -116,7 +105,7 @@ class SharedPrompts:
         prompts = data.get("prompts")
         if prompts is None or not prompts.is_nested or get_non_tensor_data(data, "use_dynamic_bsz", True):
             return super().forward_backward_batch(data, loss_function, forward_only)
-        order = by_prompt(data)
+        order = in_order(list(data["input_ids"].unbind()))
         ordered = tensordict_utils.index_select_tensor_dict(data, order)
         output = super().forward_backward_batch(ordered, loss_function, forward_only)
         for name, rows in (output.get("model_output") or {}).items():
@@ -152,8 +141,7 @@ class SharedPrompts:
 
     def _packs(self, micro_batch: TensorDict) -> bool:
         prompts = micro_batch.get("prompts")
-        # Without prompts it is SFT's, whose mask is as long as its sequences.
-        known = micro_batch["loss_mask"].is_nested if prompts is None else prompts.is_nested
+        known = micro_batch["loss_mask"].is_nested and (prompts is None or prompts.is_nested)
         others = ("use_fused_kernels", "distillation_use_topk")
         packed_already = get_non_tensor_data(micro_batch, "use_remove_padding", True)
         asked = any(get_non_tensor_data(micro_batch, name, False) for name in others)
