@@ -506,8 +506,8 @@ def test_fewer_cpus_of_ray_than_a_training_holds_are_refused():
     assert of_current(few, f"{units}=4").ray_kwargs.ray_init.num_cpus == 8
 
 
-def test_eight_bits_are_verls_quantization_of_the_rollout(monkeypatch):
-    same = config_of(monkeypatch, STACK="current", N_GPUS="1")
+def test_eight_bits_are_verls_quantization_of_the_rollout():
+    same = config_of(STACK="current", N_GPUS="1")
     assert same.actor_rollout_ref.rollout.quantization is None
-    config = config_of(monkeypatch, STACK="current", N_GPUS="1", ROLLOUT_DTYPE="fp8")
+    config = config_of(STACK="current", N_GPUS="1", ROLLOUT_DTYPE="fp8")
     assert config.actor_rollout_ref.rollout.quantization == "fp8"
