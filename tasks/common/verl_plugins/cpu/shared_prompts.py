@@ -37,6 +37,7 @@ class Packed:
     places: torch.Tensor  # (predicting,), of ``ids`` flattened: the tokens whose logits are taken
     sources: torch.Tensor  # (predicting,), the same tokens among the batch's, one sequence after another
     counts: torch.Tensor  # (sequences,): how many of ``places`` are of each sequence
+    targets: torch.Tensor  # (predicted,), of ``ids`` flattened: the tokens after ``places``, which are predicted
 
 
 def pack(sequences: list[torch.Tensor], wanted: list[torch.Tensor], rows: list[list[int]]) -> Packed:
@@ -60,12 +61,13 @@ def pack(sequences: list[torch.Tensor], wanted: list[torch.Tensor], rows: list[l
     # Padding sees itself: a softmax over nothing would be NaN.
     mask = torch.eye(longest, dtype=torch.bool).repeat(len(rows), 1, 1)
     places: list[torch.Tensor] = [torch.empty(0)] * len(sequences)
+    targets = places.copy()
     for row, members in enumerate(rows):
         for n in members:
             way, new = ways[n], alike[n]
             ids[row, way], positions[row, way] = sequences[n], torch.arange(lengths[n])
             mask[row, way[new:, None], way] = torch.ones(lengths[n], lengths[n], dtype=torch.bool).tril()[new:]
-            places[n] = row * longest + way[wanted[n]]
+            places[n], targets[n] = (row * longest + way[wanted[n] + after] for after in (0, 1))
     starts = torch.tensor([0, *lengths]).cumsum(0)
     return Packed(
         ids=ids,
@@ -74,6 +76,7 @@ def pack(sequences: list[torch.Tensor], wanted: list[torch.Tensor], rows: list[l
         places=torch.cat(places),
         sources=torch.cat([start + each for start, each in zip(starts[:-1], wanted, strict=True)]),
         counts=torch.tensor([len(each) for each in wanted]),
+        targets=torch.cat(targets),
     )
 
 
@@ -119,11 +122,16 @@ class SharedPrompts:
         if not self._packs(micro_batch):
             return inputs, arguments
         packed = of_micro_batch(micro_batch, self.module.config.to_dict())
+        temperatures = arguments["temperature"].repeat_interleave(packed.counts)
+        # What several sequences have in common is predicted once, at each temperature.
+        _, same = torch.stack([packed.targets, temperatures.double()]).unique(dim=1, return_inverse=True)
+        first = torch.empty(int(same.max()) + 1, dtype=torch.long).scatter(0, same, torch.arange(len(same)))
+        places = packed.places[first]
         head = self.module.get_output_embeddings()
-        hook = head.register_forward_pre_hook(lambda _, given: given[0].flatten(0, 1)[packed.places][None])
-        arguments |= {"packed": packed, "hook": hook, "pad_size": 0}
-        arguments["input_ids_rmpad_rolled"] = micro_batch["input_ids"].values()[packed.sources + 1]
-        arguments["temperature_rmpad"] = arguments["temperature"].repeat_interleave(packed.counts)
+        hook = head.register_forward_pre_hook(lambda _, given: given[0].flatten(0, 1)[places][None])
+        arguments |= {"packed": packed, "same": same, "hook": hook, "pad_size": 0}
+        arguments["input_ids_rmpad_rolled"] = packed.ids.flatten()[packed.targets[first]]
+        arguments["temperature_rmpad"] = temperatures[first]
         inputs |= {"input_ids": packed.ids, "position_ids": packed.positions, "attention_mask": packed.mask}
         return inputs, arguments
 
@@ -135,9 +143,14 @@ class SharedPrompts:
         verls, labels = super().prepare_model_outputs, output_args["input_ids_rmpad_rolled"]
 
         def of_predicted(predicted: TensorDict) -> dict:
-            return verls(output, output_args, predicted, logits_processor_func)
+            offsets = predicted["input_ids"].offsets()
+            ends = torch.full_like(offsets, len(labels)).index_fill(0, torch.tensor([0]), 0)
+            predicted["input_ids"] = torch.nested.nested_tensor_from_jagged(labels, ends)
+            found = verls(output, output_args, predicted, logits_processor_func)
+            each = {name: values.values()[output_args["same"]] for name, values in found.items()}
+            return {name: torch.nested.nested_tensor_from_jagged(values, offsets) for name, values in each.items()}
 
-        return outputs(of_predicted, micro_batch, labels, packed.counts, packed.sources)
+        return outputs(of_predicted, micro_batch, labels[output_args["same"]], packed.counts, packed.sources)
 
     def _packs(self, micro_batch: TensorDict) -> bool:
         prompts = micro_batch.get("prompts")
