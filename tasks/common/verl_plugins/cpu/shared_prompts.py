@@ -3,7 +3,7 @@
 verl computes a prompt as often as it was sampled, pads all rows to the longest, and takes the logits of every token,
 its largest tensors. Here several sequences stand in one row, as a tree: what one begins with as another does stands
 once, whether prompt, system prompt or the same first turns, and each token sees those on the way to it. Logits are
-taken where a loss reads them.
+taken where a loss reads them, and once for several sequences that have a token and all before it in common.
 """
 
 from dataclasses import dataclass
