@@ -130,3 +130,17 @@ import tasks.common  # the old name"""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     said = done.stderr.splitlines()[-1]
     assert said == "ImportError: tasks.common: the package is verl_tasks: `import verl_tasks`"  # the old name
+
+
+def test_every_plugin_is_loaded_by_another_file_or_named_where_verl_is_told_of_it():
+    """A patch that nothing imports patches nothing. Comments and docstrings that name a file do not count."""
+    plugins, texts = (
+        COMMON / "verl_plugins",
+        {file: file.read_text() for file in COMMON.rglob("*") if file.suffix in (".py", ".yaml", ".sh")},
+    )
+    for file in plugins.rglob("*.py"):
+        *folders, name = file.relative_to(plugins).with_suffix("").parts
+        folder = ".".join(["verl_plugins", *folders])
+        imported = rf"from verl_tasks\.{folder} import [^\n]*\b{name}\b|import {name}\b"
+        named = re.compile(rf"\b{folder}\.{name}\b|{imported}|[\"']{name}\.py[\"']")
+        assert name == "__init__" or any(named.search(texts[other]) for other in texts if other != file), file

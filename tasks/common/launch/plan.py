@@ -137,6 +137,7 @@ def trainer_module(s: Settings, given: Mapping[str, str]) -> dict[str, str]:
     verl lets one choose it."""
     own = method(s.METHOD).TRAINER if verl_versions.has_own_trainers(s) else None
     if s.ASYNC != "off":
-        own = f"verl_tasks.verl_plugins.{'separate' if s.sampling_gpus else 'async'}_trainer"
+        separate = "verl_tasks.verl_plugins.separate_trainer"
+        own = separate if s.sampling_gpus else "verl_tasks.verl_plugins.async_trainer"
     modules = [given.get("VERL_USE_EXTERNAL_MODULES"), own]
     return {"VERL_USE_EXTERNAL_MODULES": ",".join(filter(None, modules))}

@@ -21,6 +21,11 @@ from verl.workers import fsdp_workers
 from verl.workers.config import model as config_model
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
+import verl_tasks.verl_plugins.advantages
+import verl_tasks.verl_plugins.verl_061.keep_best
+import verl_tasks.verl_plugins.verl_061.losses
+import verl_tasks.verl_plugins.verl_061.on_policy
+import verl_tasks.verl_plugins.verl_061.order  # noqa: F401
 from verl_tasks.process import die_with_torchrun
 from verl_tasks.training.torchrun import listen_locally
 from verl_tasks.verl_plugins.built import seeded, without_attention
