@@ -233,7 +233,7 @@ def test_a_step_in_which_no_token_counts_has_advantages(module, monkeypatch, met
     """
     changes = {"METHOD": method, "ROLLOUT_CORRECTION": correction, "TRUNCATED": "masked", "ROLLOUT_N": "2"}
     trainer = object.__new__(module.TaskTrainer)
-    trainer.config, trainer._on_policy = composed(monkeypatch, **changes), on_policy
+    trainer.config, trainer._on_policy = composed(**changes), on_policy
     lengths, put = (3, 2, 3, 3), {}
 
     def rows(value) -> torch.Tensor:
