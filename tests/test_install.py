@@ -179,6 +179,8 @@ def test_pip_takes_the_list_of_the_cpu_stack(tmp_path):
 @pytest.mark.long
 def test_uv_sync_resolves_the_a100_group_from_pyproject_alone(tmp_path):
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    (tmp_path / "verl_tasks").mkdir()  # its version is the project's
+    shutil.copy(ROOT / "verl_tasks/__init__.py", tmp_path / "verl_tasks")
     environment = {k: v for k, v in os.environ.items() if k != "VIRTUAL_ENV"}
     command = [lock.uv(), "lock", "--python", sys.executable]
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
@@ -191,13 +193,13 @@ def test_uv_sync_resolves_the_a100_group_from_pyproject_alone(tmp_path):
 # ---- install.sh
 
 
-def wheel(folder: Path, version: str) -> str:
-    """Make a wheel of a package `tiny`; its hash."""
-    path = folder / f"tiny-{version}-py3-none-any.whl"
-    info = f"tiny-{version}.dist-info"
+def wheel(folder: Path, version: str, name: str = "tiny", content: dict[str, str] = {"tiny.py": ""}) -> str:
+    """Make a wheel of a package with the files ``content``; its hash."""
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    info = f"{name}-{version}.dist-info"
     files = {
-        "tiny.py": "",
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: tiny\nVersion: {version}\n",
+        **content,
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
     record = ""
@@ -206,7 +208,9 @@ def wheel(folder: Path, version: str) -> str:
         record += f"{name},sha256={digest},{len(text)}\n"
     with zipfile.ZipFile(path, "w") as archive:
         for name, text in {**files, f"{info}/RECORD": f"{record}{info}/RECORD,,\n"}.items():
-            archive.writestr(name, text)
+            entry = zipfile.ZipInfo(name)
+            entry.external_attr = 0o100755 << 16  # a program: pip keeps that
+            archive.writestr(entry, text)
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -233,7 +237,7 @@ def checkout(tmp_path):
 
 
 def install(checkout: Path, stack: str, **variables: str) -> subprocess.CompletedProcess:
-    environment = {**outside_make(), "PIP_NO_INDEX": "1", "UV_NO_INDEX": "1", **variables}
+    environment = {**outside_make(), "PIP_NO_INDEX": "1", **variables}
     command = ["bash", "verl_tasks/install/install.sh", stack, ".venv"]
     return subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
 
@@ -265,15 +269,25 @@ def test_a_stack_without_a_list_says_so(checkout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("by", [pytest.param("pip", marks=pytest.mark.long), "uv"])
-def test_what_was_there_stays_when_an_installation_fails(by, checkout):
-    """A file with another hash than the list's."""
+def test_what_was_there_stays_when_an_installation_fails(checkout):
+    """A file with another hash than the list's, which neither uv nor pip takes."""
     wheel(checkout / "wheels", "1.0")
     pin = f"tiny==1.0 \\\n    --hash=sha256:{'0' * 64}\n"
     (checkout / "tasks/common/stacks/cpu/requirements.txt").write_text(pin)
-    assert f"installing 1 packages, by {by} failed" in refused(
-        install(checkout, "cpu", **found_by(by, checkout)), checkout
-    )
+    result = install(checkout, "cpu", **found_by("uv", checkout))
+    assert "installing 1 packages failed" in refused(result, checkout)
+    assert result.stdout.index("1 packages, by uv") < result.stdout.index("1 packages, by pip")
+
+
+@pytest.mark.slow
+def test_without_uv_the_one_of_the_list_installs(checkout):
+    uv = {"uv-1.0.data/scripts/uv": '#!python\nimport sys\nprint("told:", *sys.argv[1:])\n'}
+    pin = f"uv==1.0 --hash=sha256:{wheel(checkout / 'wheels', '1.0', 'uv', uv)}\n"
+    (checkout / "tasks/common/stacks/cpu/requirements.txt").write_text(pin)
+    result = install(checkout, "cpu", **found_by("pip", checkout))
+    assert "what is installed does not work" in refused(result, checkout)  # without verl
+    assert "1 packages, by uv" in result.stdout and "by pip" not in result.stdout
+    assert "told: pip install --no-deps --compile-bytecode" in (checkout / "artifacts/install.log").read_text()
 
 
 def found_by(by: str, checkout: Path) -> dict[str, str]:
@@ -289,11 +303,12 @@ def test_uv_is_told_where_pip_looks_and_whom_it_trusts(checkout):
     (checkout / "bin/uv").write_text('#!/bin/sh\n[ "$1" = --version ] || { env; exit 1; }\n')
     (checkout / "bin/uv").chmod(0o755)
     given = {"PIP_INDEX_URL": "https://mirror.example/simple", "PIP_FIND_LINKS": "/wheels", "PIP_CERT": "/own.pem"}
-    unset = {"UV_DEFAULT_INDEX": "", "UV_INDEX_URL": "", "UV_FIND_LINKS": "", "SSL_CERT_FILE": ""}
+    unset = {"UV_DEFAULT_INDEX": "", "UV_INDEX_URL": "", "UV_FIND_LINKS": "", "UV_NO_INDEX": "", "SSL_CERT_FILE": ""}
     path = f"{checkout / 'bin'}:/usr/bin:/bin"
     refused(install(checkout, "cpu", **given, **unset, BASE_PYTHON=sys.executable, PATH=path), checkout)
     told = set((checkout / "artifacts/install.log").read_text().splitlines())
     assert told > {"UV_DEFAULT_INDEX=https://mirror.example/simple", "UV_FIND_LINKS=/wheels", "SSL_CERT_FILE=/own.pem"}
+    assert "UV_NO_INDEX=1" in told
 
 
 def test_nothing_is_done_when_the_versions_are_those_of_the_environment(checkout):

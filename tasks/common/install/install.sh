@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # install.sh STACK VENV: make VENV with exactly the packages of the stack's list, and check them.
 #
-# The list is complete and hashed, so nothing is resolved (--no-deps --require-hashes); uv installs it, or pip without
-# uv. The old VENV stays as VENV.before and comes back when anything fails. The mark, a copy of the list, comes last.
+# The list is complete and hashed, so nothing is resolved (--no-deps --require-hashes); uv installs it, or pip where uv
+# fails. The old VENV stays as VENV.before and comes back when anything fails. The mark, a copy of the list, comes last.
 set -euo pipefail
 unset PYTHONPATH PYTHONHOME # pip would find packages there, and not install them
 STACK=$1 VENV=$2
@@ -109,19 +109,24 @@ pip_setting() { # NAME: what PIP_SETTINGS has of it
   sed -nE "s/^[^=]*[.]$1='(.*)'\$/\1/p" <<<"$PIP_SETTINGS" | sed 's/\\n/ /g' | head -n 1
 }
 PIP=("$PYTHON" -m pip install --no-deps --no-input --disable-pip-version-check)
-INSTALL=("${PIP[@]}")
+# pip looks at each version of each package, four times as long as uv takes in all. Without uv the list's comes first.
+only uv >"$LISTS/uv.txt"
+if [[ -z $UV && -s $LISTS/uv.txt ]] && "${PIP[@]}" --require-hashes -r "$LISTS/uv.txt" >>"$LOG" 2>&1; then
+  UV=$VENV/bin/uv
+fi
 if [[ -n $UV ]]; then
-  # Compiled, as pip does: where Python may not write beside a package (PYTHONDONTWRITEBYTECODE, an image), each process
-  # of a training would compile all of verl and vLLM again, which doubles the time of its imports.
-  INSTALL=("$UV" pip install --no-deps --compile-bytecode --python "$PYTHON")
   # uv does not read pip's configuration, so it gets pip's index, wheel folders and certificates. Not extra indexes: if
   # two indexes have a version, uv takes the files of one, which may not fit this machine.
   PIP_SETTINGS=$("$PYTHON" -m pip config list 2>/dev/null) # of its files and of the environment
   index=$(pip_setting index-url) wheels=$(pip_setting find-links) certificates=$(pip_setting cert)
   if [[ -z ${UV_DEFAULT_INDEX:-}${UV_INDEX_URL:-} && -n $index ]]; then export UV_DEFAULT_INDEX=$index; fi
+  if [[ -n $(pip_setting no-index) ]]; then export UV_NO_INDEX=1; fi
   if [[ -z ${UV_FIND_LINKS:-} && -n $wheels ]]; then export UV_FIND_LINKS=${wheels// /,}; fi
   if [[ -z ${SSL_CERT_FILE:-} && -n $certificates ]]; then export SSL_CERT_FILE=$certificates; fi
 fi
+# Compiled, as pip does: where Python may not write beside a package (PYTHONDONTWRITEBYTECODE, an image), each process
+# of a training would compile all of verl and vLLM again, which doubles the time of its imports.
+INSTALL=("$UV" pip install --no-deps --compile-bytecode --python "$PYTHON")
 
 # PyPI has only CUDA builds of torch, and each index its own hash for the CPU build, so the list has none. It comes from
 # where pip looks if that is a CPU build, else from PyTorch's index.
@@ -142,8 +147,13 @@ elif [[ -n $(only flash-attn) ]]; then
   SEPARATE=flash-attn==
 fi
 awk -v name="$SEPARATE" '/^[^ ]/ { on = index($0, name) != 1 } on' "$LIST" >"$LISTS/most.txt"
-MOST="$(grep -c '^[a-z0-9].*==' "$LISTS/most.txt") packages, by $([[ -n $UV ]] && echo uv || echo pip)"
-step "$MOST" "installing $MOST failed" "${INSTALL[@]}" --require-hashes -r "$LISTS/most.txt"
+MOST="$(grep -c '^[a-z0-9].*==' "$LISTS/most.txt") packages"
+HASHED=(--require-hashes -r "$LISTS/most.txt")
+# uv may not reach what pip does: an extra index, a proxy.
+if [[ -z $UV ]] || ! step "$MOST, by uv" "" "${INSTALL[@]}" "${HASHED[@]}"; then
+  INSTALL=("${PIP[@]}")
+  step "$MOST, by pip" "installing $MOST failed" "${PIP[@]}" "${HASHED[@]}"
+fi
 
 # flash-attn's source fetches the wheel for this torch, or builds it: both need torch to be installed.
 if [[ $SEPARATE == flash-attn== ]]; then
