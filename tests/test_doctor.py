@@ -838,3 +838,20 @@ def test_the_room_for_an_experiments_checkpoints_is_that_of_all_its_trainings(mo
         write_checkpoint(made / f"global_step_{step}")
     (made / "latest_checkpointed_iteration.txt").write_text("4")
     assert needs(5 * 2 + 4, 4, 6 + 4) in next(doctor.disk(s, runs, 4, [])).text  # the same command, continued
+
+
+# ---- packages
+
+
+def test_packages_that_each_process_compiles_are_named(tmp_path, monkeypatch):
+    (tmp_path / "large").mkdir()
+    source = tmp_path / "large/__init__.py"
+    source.write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    assert not [*doctor.bytecode(["large", "absent"])]  # its first import writes it
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    (found,) = doctor.bytecode(["large", "absent"])
+    assert found.state == "warning" and found.text.startswith("large: Python compiles") and str(tmp_path) in found.fix
+    subprocess.run(found.fix.split("`")[1].split(), check=True)
+    assert not [*doctor.bytecode(["large", "absent"])]

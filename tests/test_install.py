@@ -193,12 +193,12 @@ def test_uv_sync_resolves_the_a100_group_from_pyproject_alone(tmp_path):
 # ---- install.sh
 
 
-def wheel(folder: Path, version: str, name: str = "tiny", content: dict[str, str] = {"tiny.py": ""}) -> str:
+def wheel(folder: Path, version: str, name: str = "tiny", content: dict[str, str] | None = None) -> str:
     """Make a wheel of a package with the files ``content``; its hash."""
     path = folder / f"{name}-{version}-py3-none-any.whl"
     info = f"{name}-{version}.dist-info"
     files = {
-        **content,
+        **(content or {"tiny.py": ""}),
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }

@@ -491,6 +491,14 @@ def test_vllm_reads_the_base_of_an_adapter_itself():
     assert 'self.base_sync_done: bool = "dummy" not in self.config.rollout.load_format' in source
 
 
+def test_vllm_compiles_nothing_where_all_prompts_come_at_once():
+    """With its default of verl's, full and piecewise graphs, mode 0 would have no graph at all."""
+    graphs = of_current().actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config
+    assert graphs == {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    for other in ({"ASYNC": "colocate"}, {"TASK": "calculator"}):
+        assert "compilation_config" not in of_current(**other).actor_rollout_ref.rollout.engine_kwargs.vllm
+
+
 @pytest.mark.parametrize(("gpus", "cores", "cpus"), [("1", 4, 12), ("2", 4, 15), ("8", 8, 33), ("1", 64, 64)])
 def test_a_training_has_the_cpus_of_ray_that_it_holds(gpus, cores, cpus, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: cores)

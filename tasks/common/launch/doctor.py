@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from importlib.util import cache_from_source, find_spec
 from itertools import chain, islice
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -46,6 +47,7 @@ PROMPT_SECONDS = 3.0
 TOKENIZER_BY = 6.0  # seconds; later the tokenizer is not loaded: its import may take 14 s on a busy machine
 SHARED_MEMORY = 2e9  # with less, Ray's object store goes to disk, and NCCL and data workers may not start
 PINNED = ("verl", "torch", "vllm", "transformers", "ray", "tensordict")  # a wrong version of another is a warning
+COMPILED = ("torch", "transformers", "vllm", "verl")  # the largest imports
 
 
 # ---- the machine ---------------------------------------------------------------------------------------------------
@@ -180,6 +182,16 @@ def packages(s: Settings) -> Iterator[Finding]:
     if not other:
         core = ", ".join(f"{p.name} {p.found}" for p in every if p.name in ("verl", "torch"))
         yield ok("packages", f"STACK={s.STACK}: {len(every)} as listed ({core})")
+    yield from bytecode()
+
+
+def bytecode(names: Sequence[str] = COMPILED) -> Iterator[Finding]:
+    """Packages without bytecode where Python writes none, as in many images: each process compiles them anew."""
+    sources = [Path(spec.origin) for name in names if (spec := find_spec(name)) and spec.origin]
+    bare = [each for each in sources if not Path(cache_from_source(each)).exists()]
+    if stays := [p.parent for p in bare if sys.dont_write_bytecode or not os.access(p.parent, os.W_OK)]:
+        text = f"{', '.join(p.name for p in stays)}: Python compiles them at each import, as it writes no bytecode"
+        yield warning("packages", text, f"run `{sys.executable} -m compileall -q -j 0 {stays[0].parent}`")
 
 
 def of_the_last_run(s: Settings) -> Iterator[Finding]:

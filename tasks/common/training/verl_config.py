@@ -267,7 +267,7 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path, chosen: Pass | N
     own = [*stack(s.STACK).OVERRIDES, *stack(s.STACK).RL_OVERRIDES]
     chosen = chosen or parity.best(s)
     own += [*_pass(chosen, POLICY), *_pass(chosen, "critic.model", head=False)]
-    own += getattr(stack(s.STACK), "lora_overrides", lambda s: [])(s)
+    own += getattr(stack(s.STACK), "rl_overrides", lambda s: [])(s)
     method_ = [*_truncated(s), *method(s.METHOD).overrides(s)]
     rollout += CORRECTIONS[s.ROLLOUT_CORRECTION]
     rollout += [f"actor_rollout_ref.rollout.quantization={s.ROLLOUT_DTYPE}"] if s.ROLLOUT_DTYPE != "same" else []

@@ -60,7 +60,14 @@ def ray_overrides(s: Settings) -> list[str]:
     return [f"ray_kwargs.ray_init.num_cpus={max(os.cpu_count() or 1, cluster.held_cpus(s))}"]
 
 
-def lora_overrides(s: Settings) -> list[str]:
-    """vLLM reads the base model itself. verl's default sends it first, gathered in float32 in RAM, and a tensor above
-    its bucket of 2,048 MB (vocabulary x width of 7B and more) is never received (bucketed_weight_transfer.py)."""
-    return ["actor_rollout_ref.rollout.load_format=auto"] if s.LORA_RANK else []
+def rl_overrides(s: Settings) -> list[str]:
+    """LoRA: vLLM reads the base model itself. verl's default sends it first, gathered in float32 in RAM, and a tensor
+    above its bucket of 2,048 MB (vocabulary x width of 7B and more) is never received (bucketed_weight_transfer.py).
+
+    One turn: CUDA graphs of decoding without torch.compile, which takes 16 s of a start and samples no faster
+    (docs/GPU.md). Where prompts come while others are answered, verl's default stays: the rest has no such graph."""
+    overrides = ["actor_rollout_ref.rollout.load_format=auto"] if s.LORA_RANK else []
+    if not s.multi_turn and s.ASYNC == "off":
+        graphs = "{mode:0,cudagraph_mode:FULL_DECODE_ONLY}"
+        overrides.append(f"+actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config={graphs}")
+    return overrides
