@@ -67,6 +67,7 @@ _NUMBER = (
     r"(?:(?:\d{1,3}(?:,\d{3}){1,6}|\d{1,2}(?:,\d{2}){1,6},\d{3})(?:\.\d{1,18})?|\d{1,18}(?:\.\d{1,18})?|\.\d{1,18})"
 )
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_FLOAT = r"(?<=\d)[eE](?P<exponent>[-+]?\d{2})(?!\d)"  # 1e-05, as Python and JSON write a float; 2e-1 may be Euler's e
 _POWER = r"\s{0,2}(?:[²³]|\^\s?\{?\s?-?[1-4]\s?\}?)"
 _LENGTH = (
     r"(?:[kcdmnµμ]?m|yds?|mi|ft|in(?:ch(?:es)?)?|feet|foot|yards?|miles?|units?|(?:kilo|centi|milli)?met(?:er|re)s?)"
@@ -88,16 +89,17 @@ _LETTER = r"[A-Za-zÀ-ÖØ-öø-ɏЀ-ӿ]"
 _PLAIN = re.compile(
     rf"(?P<sign>[-+]?)\s*(?:(?P<whole>\d{{1,18}})\s+(?=\d+\s*/))?(?P<number>{_NUMBER})"
     rf"(?:\s*/\s*(?P<denominator>{_NUMBER}))?\)?(?:\s*(?P<scale>(?i:{'|'.join(_SCALES)}))\b)?(?:\s*[%°])?"
-    rf"(?:\s*\*\s*10\s*\^\s*\{{?\s*(?P<power>-?\d{{1,2}})\s*\}}?)?"
+    rf"(?:\s*\*\s*10\s*\^\s*\{{?\s*(?P<power>-?\d{{1,2}})\s*\}}?)?(?:{_FLOAT})?"
 )
 # What may follow it: a unit in words, without a second number, operator or LaTeX.
 _REST = re.compile(
     rf"[\s.,;:?'\")\]}}]*|(?:{_UNIT}|[\s,(/]+{_NOT_A_UNIT}(?:{_LETTER}{{2,}}|{_UNIT}))[^\d=+*^\\<>|]*|\s*{_HAN_UNIT}[\s.,]*"
 )
-# A number that stands for itself: no exponent, base or part of 18:30, 1.000.000, 1 000 and 1e5.
+# A number that stands for itself: no exponent, base or part of 18:30, 1.000.000, 1 000, 1e-5, 7², 3½, 5M and 3 * 10^8.
 _TOKEN = re.compile(
-    rf"(?<![\w.,:'’^])(?!(?<=\d\s)\d{{3}}(?!\d))(?:(?<![\d)\]%]\s)-)?{_NUMBER}(?:\s?/\s?{_NUMBER})?"
-    r"(?!\d|[.,:'’]\d|\s\d{3}(?!\d)|\s?\^|[eE][+-]?\d)"
+    rf"(?<![\w.,:'’^])(?<!\d[eE][-+])(?!(?<=\d\s)\d{{3}}(?!\d))(?:(?<![\d)\]%]\s)-)?"
+    rf"(?:\d{{1,18}}\s(?=\d+\s?/\s?\d))?{_NUMBER}(?:\s?/\s?{_NUMBER})?"
+    r"(?!\d|[.,:'’]\d|\s\d{3}(?!\d)|\s?\^|[eE][+-]?\d|\s?[²³¹⁰-⁹¼-¾⅐-⅞]|[kKMB]\b|\s?\*\s?10\s?\^)"
 )
 _ASIDE = re.compile(r"\((?=[^()]*[^\W\d_]{2})[^()]*\)")  # (from step 2)
 _REFERENCE = re.compile(
@@ -244,7 +246,7 @@ def tidy(text: str) -> str:
 def read_number(text: str) -> Fraction | None:
     """The one number in ``text``, exactly; None if there is none, several, or a formula.
 
-    Examples: 18, 18.00, 1,000, - 3, 36/2, 1 1/2, \\frac{36}{2}, $18, 18%, **18**, 3 million, 1.8 × 10^1, 18 eggs a day,
+    Examples: 18, 18.00, 1,000, - 3, 36/2, 1 1/2, \\frac{36}{2}, $18, 18%, **18**, 3 million, 1.8 × 10^1, 1e-05, 18 eggs,
     18元, x = 18 and 9 * 2 = 18. A currency, ``%`` and a unit do not change the number: 18% is 18, as in GSM8K.
     """
     if len(text) > MAX_ANSWER_CHARS or _RELATION.search(text):
@@ -262,7 +264,8 @@ def read_number(text: str) -> Fraction | None:
     if denominator == 0 or (whole and number >= denominator):  # 48 24/1 is a sum, left undone
         return None
     value = number / denominator + int(whole or 0)
-    value *= _SCALES.get((match["scale"] or "").lower(), 1) * Fraction(10) ** int(match["power"] or 0)
+    power = int(match["power"] or match["exponent"] or 0)
+    value *= _SCALES.get((match["scale"] or "").lower(), 1) * Fraction(10) ** power
     return -value if match["sign"] == "-" else value
 
 
@@ -287,6 +290,7 @@ def compare(answer: str, truth: str) -> tuple[bool, bool]:
         return bool(given), bool(given) and given[1] == based[1] and given[2] in (None, based[2])
     if not answer.strip() or len(answer) > MAX_ANSWER_CHARS:
         return False, False
+    answer, truth = (re.sub(_FLOAT, r"\\times 10^{\1}", text) for text in (answer, truth))  # its e is not Euler's
     try:
         return _math_verify(answer, str(truth)[: 10 * MAX_ANSWER_CHARS])
     except CallFailed:  # not cached: the machine may have been slow
