@@ -53,6 +53,7 @@ _LISTED = re.compile(
 _WRAPPER = re.compile(
     r"\\(?:text|textnormal|mathrm|mathbf|mathit|textbf|textit|boldsymbol|bm|mbox|underline|f?boxed)\s*\{([^{}]*)\}"
 )
+_TEXT = re.compile(r"\\(?:text|mbox|mathrm)\s?\{[^{}]*\}")
 _PART = r"\s*(?:\{{\s*({sign}[\d.,]{{1,30}})\s*\}}|(\d))"
 _FRACTION = re.compile(rf"\\[cdt]?frac{_PART.format(sign='-?')}{_PART.format(sign='')}")
 _BOLD = re.compile(r"(?<![\w)])(\*{1,3}|_{1,3}|`)(?=\S)([^*_`]*)(?<=\S)\1(?![\w(])")
@@ -118,6 +119,12 @@ _FORMULA = re.compile(
 _NAME = re.compile(r"\\?[A-Za-z]+'{0,3}(?:_\{?\w{1,9}\}?)?(?:\([^()]*\))?")  # x, a_3, f(2)
 _UNKNOWN = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 _BASED = re.compile(r"(\d[\dA-Fa-f]{0,60})(?:_\{?(\d{1,2})\}?)?")  # 52_8
+# What math-verify would multiply: 1 000 and 1.000.000 would be 0, 3 hours 20 minutes would be 20 hours 3 minutes.
+_NO_FORMULA = re.compile(
+    r"\d\s+\d|\d\.\d+\.\d|\d\s*(?!(?:and|or|mod|sin|cos|tan|log|ln|exp|sqrt|pi)\b)(?<![A-Za-z])[A-Za-z]{2,}\.?,?"
+    r"\s+(?:and\s+)?\d"
+)
+_LITERAL = re.compile(r"\d+(?:\s?[:/-]\s?\d+){2,}")  # 1:2:3, 2024-01-15: no division, no difference
 _RELATION = re.compile(r"[<>≤≥≠]|\\(?:[lg]eq?|neq?)(?![a-zA-Z])")
 
 
@@ -246,8 +253,8 @@ def tidy(text: str) -> str:
 def read_number(text: str) -> Fraction | None:
     """The one number in ``text``, exactly; None if there is none, several, or a formula.
 
-    Examples: 18, 18.00, 1,000, - 3, 36/2, 1 1/2, \\frac{36}{2}, $18, 18%, **18**, 3 million, 1.8 × 10^1, 1e-05, 18 eggs,
-    18元, x = 18 and 9 * 2 = 18. A currency, ``%`` and a unit do not change the number: 18% is 18, as in GSM8K.
+    Examples: 18, 18.00, 1,000, - 3, 36/2, 1 1/2, \\frac{36}{2}, $18, 18%, **18**, 3 million, 1.8 × 10^1, 1e-05,
+    18 eggs, 18元, x = 18 and 9 * 2 = 18. A currency, ``%`` and a unit do not change the number: 18% is 18.
     """
     if len(text) > MAX_ANSWER_CHARS or _RELATION.search(text):
         return None
@@ -275,6 +282,10 @@ def _computes(text: str, how: str) -> bool:
     return any(_UNKNOWN.search(each) and re.search(how, each) and not _NAME.fullmatch(each) for each in left)
 
 
+def _is_no_formula(text: str) -> bool:
+    return bool(_NO_FORMULA.search(_FRACTION.sub(" x ", _TEXT.sub(r"\\text", text))))
+
+
 def compare(answer: str, truth: str) -> tuple[bool, bool]:
     """Whether ``answer`` is well-formed, and whether it equals ``truth``.
 
@@ -288,8 +299,11 @@ def compare(answer: str, truth: str) -> tuple[bool, bool]:
     if (based := _BASED.fullmatch(tidy(truth).strip("$ "))) and based[2]:
         given = _BASED.fullmatch(tidy(answer).strip("$ "))
         return bool(given), bool(given) and given[1] == based[1] and given[2] in (None, based[2])
-    if not answer.strip() or len(answer) > MAX_ANSWER_CHARS:
+    if not answer.strip() or len(answer) > MAX_ANSWER_CHARS or any(map(_is_no_formula, (answer, truth))):
         return False, False
+    if _LITERAL.fullmatch(said := tidy(truth).strip("$ ")):
+        given = tidy(answer).strip("$ ")
+        return bool(_LITERAL.fullmatch(given)), given.replace(" ", "") == said.replace(" ", "")
     answer, truth = (re.sub(_FLOAT, r"\\times 10^{\1}", text) for text in (answer, truth))  # its e is not Euler's
     try:
         return _math_verify(answer, str(truth)[: 10 * MAX_ANSWER_CHARS])
