@@ -256,6 +256,8 @@ REFUSED = {
     "arguments are a list": ({"messages": [HI, openai({"arguments": "[1]"})]}, "arguments of the call of f"),
     "arguments are cut": ({"messages": [HI, openai({"arguments": '{"x": '})]}, "is not JSON"),
     "arguments have NaN": ({"messages": [HI, openai({"arguments": '{"x": NaN}'})]}, "is not JSON.*NaN"),
+    "a key twice": ({"messages": [HI, openai({"arguments": '{"x": 1, "x": 2}'})]}, "a key stands twice"),
+    "arguments have half a sign": ({"messages": [HI, openai({"arguments": '{"x": "\\ud83d"}'})]}, "surrogates"),
     "tools is text": ({"messages": [HI, YES], "tools": "f"}, "`tools`: is not JSON"),
     "tool without name": ({"messages": [HI, YES], "tools": [{}]}, "`tools`: a tool must"),
     "tool parameters": ({"messages": [HI, YES], "tools": [{"name": "f", "parameters": [1]}]}, "parameters of f"),

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 
 from verl_tasks.rows import DataError, chat, normalized
-from verl_tasks.strict_json import no_constant
+from verl_tasks.strict_json import decoded
 from verl_tasks.text import one_line
 
 WHOLE = ("messages", "conversations", "conversation")
@@ -386,7 +386,7 @@ def _parsed(value):
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value, parse_constant=no_constant)
+        return decoded(value)
     except ValueError as error:
         raise DataError(f"is not JSON ({error}): {_shown(value)}") from error
 
