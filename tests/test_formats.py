@@ -54,6 +54,12 @@ FORMS = {
         [HI, CALLED, {"role": "tool", "content": '{"n": 2}'}],
         None,
     ),
+    "thinking of a turn": (
+        {"messages": [HI, YES | {"thinking": "hm"}]},
+        [HI, YES | {"content": "<think>\nhm\n</think>\n\nyes"}],
+        None,
+    ),
+    "the same answer twice": ({"prompt": "hi", "answer": 5, "ground_truth": 5}, [HI], 5),
     "reasoning_content": (
         {"messages": [HI, YES | {"reasoning_content": "hm"}]},
         [HI, YES | {"content": "<think>\nhm\n</think>\n\nyes"}],
@@ -226,6 +232,7 @@ REFUSED = {
     "null answer": ({"prompt": "hi", "answer": None}, "`answer`: .*null"),
     "empty answer": ({"prompt": "hi", "answer": ""}, "`answer`"),
     "NaN answer": ({"prompt": "hi", "answer": float("nan")}, "`answer`: .*JSON"),
+    "two answers": ({"problem": "hi", "solution": "2 + 3 is 5.", "ground_truth": "5"}, "which is the answer"),
     "system is a list": ({"prompt": "hi", "answer": "x", "system": []}, "`system`: must be text"),
     "messages is text": ({"messages": "hi"}, "`messages`: is not JSON"),
     "no messages": ({"messages": []}, "non-empty list"),
