@@ -137,6 +137,8 @@ def load(path: Path | str) -> list[Records]:
     parts = [Records(file, split) for split in ("train", "test") for file in files if file.name.startswith(split)]
     if not any(part.split == "train" for part in parts):
         raise DataError(f"{path}: the folder has no training file (train*{', train*'.join(SUFFIXES)})")
+    if left := [file.name for file in files if not file.name.startswith(("train", "test"))]:
+        print(f"  {path}: only train* and test* are read, not {', '.join(left)}"[:300], flush=True)
     return parts
 
 
