@@ -199,6 +199,8 @@ def test_flexible_takes_the_last_number_where_no_answer_is_marked(response, text
         *((given, "1 000", False, False) for given in ("0", "2 000", "1 000")),
         *((given, "1.000.000", False, False) for given in ("0", "2.000.000", "1.000.000")),
         ("1 000", "0", False, False),
+        *((f"{hour} am", rf"{hour}\text{{ p.m.}}", True, False) for hour in ("5", "1:30")),
+        *((f"{hour} PM", f"{hour} pm", True, True) for hour in ("5", "1:30")),
         ("20 hours 3 minutes", "3 hours 20 minutes", False, False),
         ("3 hours and 20 minutes", "3 hours and 20 minutes", False, False),
         ("6ft 5in", "5ft 6in", False, False),

@@ -125,6 +125,7 @@ _NO_FORMULA = re.compile(
     r"\s+(?:and\s+)?\d"
 )
 _LITERAL = re.compile(r"\d+(?:\s?[:/-]\s?\d+){2,}")  # 1:2:3, 2024-01-15: no division, no difference
+_HALF_DAY = re.compile(r"(?<=\d)\s*([ap])\.?\s?m\b\.?", re.IGNORECASE)  # 1:30 pm
 _RELATION = re.compile(r"[<>≤≥≠]|\\(?:[lg]eq?|neq?)(?![a-zA-Z])")
 
 
@@ -291,15 +292,24 @@ def compare(answer: str, truth: str) -> tuple[bool, bool]:
 
     Two plain numbers are compared exactly: 18.00 is 18, 0.33 is not 1/3. Anything else goes to math-verify, which
     compares values or formulas in LaTeX, decimals to 6 places. There an answer is well-formed if math-verify reads it
-    within its limits of time and memory, and if it is a number where the truth is one.
+    within its limits of time and memory, and if it is a number where the truth is one. Dates and ratios of three are
+    compared as they stand; a morning is no evening; 1 000 and 3 hours 20 minutes are neither numbers nor formulas.
     """
+    if not answer.strip() or len(answer) > MAX_ANSWER_CHARS:
+        return False, False
+    times = [tidy(text) for text in (answer, truth)]
+    halves = [_HALF_DAY.findall(text.lower()) for text in times]
+    if all(halves):
+        if halves[0] != halves[1]:
+            return True, False
+        answer, truth = (_HALF_DAY.sub("", text) for text in times)
     number, true = read_number(answer), read_number(truth)
     if number is not None and true is not None and not _computes(truth, r"[\d+\-*/^]"):
         return True, number == true and not _computes(answer, r"[\d^]|^-")  # 2x = 18 does not say 18
     if (based := _BASED.fullmatch(tidy(truth).strip("$ "))) and based[2]:
         given = _BASED.fullmatch(tidy(answer).strip("$ "))
         return bool(given), bool(given) and given[1] == based[1] and given[2] in (None, based[2])
-    if not answer.strip() or len(answer) > MAX_ANSWER_CHARS or any(map(_is_no_formula, (answer, truth))):
+    if any(map(_is_no_formula, (answer, truth))):
         return False, False
     if _LITERAL.fullmatch(said := tidy(truth).strip("$ ")):
         given = tidy(answer).strip("$ ")
