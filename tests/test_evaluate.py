@@ -228,10 +228,14 @@ def test_rescore_repeats_the_summary_without_a_model_and_leaves_the_file(workpla
     rollouts.write_text(changed)
     result = workplace.run("rescore", ROLLOUTS=str(rollouts))
     assert result.returncode == 0, result.stdout
+    assert "102 of 204 lines repeat a prompt's sample" in result.stdout
     assert "its last line was cut off" in result.stdout and "32 of 102 completions have another reward" in result.stdout
     again = json.loads(workplace.only("eval/countdown/rescored-*/summary.json").read_text())
     assert again["metrics"] == stored["metrics"]
     assert rollouts.read_text() == changed
+    rollouts.write_text(rollouts.read_text().replace('"content": "', '"content": "Now: ', 1))
+    result = workplace.run("rescore", ROLLOUTS=str(rollouts))
+    assert result.returncode == 1 and "has two texts: two test sets" in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ def test_file_that_cannot_be(tmp_path, name, message):
         Records(tmp_path / name)
 
 
-def test_folder_needs_a_training_file(tmp_path):
+def test_folder_needs_a_training_file(tmp_path, capsys):
     write_rows(tmp_path / "test.jsonl", ROWS)
     with pytest.raises(DataError, match="no training file"):
         load(tmp_path)
@@ -194,6 +194,10 @@ def test_folder_needs_a_training_file(tmp_path):
         ("train-00001", "train"),
         ("test.jsonl", "test"),
     ]
+    assert capsys.readouterr().out == ""
+    write_rows(tmp_path / "validation.jsonl", ROWS)
+    assert len(load(tmp_path)) == 3
+    assert "only train* and test* are read, not validation.jsonl\n" in capsys.readouterr().out
 
 
 def peak_of_reading(path):

@@ -545,6 +545,13 @@ def test_prompt_that_is_no_chat_is_named(tmp_path):
         list(Examples(load(path), lambda record: [Example([{"role": "x", "content": "y"}], "1")]))
 
 
+@pytest.mark.parametrize("demonstration", [5, ["5"]])
+def test_demonstration_that_is_no_text_is_named(tmp_path, demonstration):
+    path = write_lines(tmp_path / "x.jsonl", [{"question": "q"}])
+    with pytest.raises(DataError, match=r"line 1: the demonstration must be text, or messages, is .*5"):
+        list(Examples(load(path), lambda record: [Example("q", "5", demonstration)]))
+
+
 def main_said(monkeypatch, sources, **changes) -> str:
     """What prepare_data.py ends with, with exit code 1."""
     monkeypatch.setattr(prepare_module, "load_settings", lambda: settings_for(**changes))

@@ -373,6 +373,9 @@ def test_a_new_task_of_expressions_cuts_no_number(record, rendered):
     from_record = module_of(home, "prepare_data").from_record
     with pytest.raises(DataError, match="needs columns `nums`"):
         from_record(record)
+    for numbers in ([], [-3, 5], [10**9, 1]):
+        with pytest.raises(DataError, match="`nums` must be from 0"):
+            from_record({"nums": numbers, "target": 2})
     (example,) = from_record({"nums": np.array([1, 2]), "target": np.int64(3)})
     assert example.ground_truth == {"target": 3, "numbers": [1, 2]}
 

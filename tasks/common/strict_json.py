@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from typing import NoReturn
 
 
@@ -28,6 +29,17 @@ def no_constant(name: str) -> NoReturn:
 
 MAX_DEPTH = 32  # of objects and lists in what a model wrote
 DECODER = json.JSONDecoder(object_pairs_hook=once, parse_float=finite, parse_constant=no_constant)
+
+
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def decoded(text: str) -> object:
+    """The value of JSON ``text``. Raises ValueError, also for half a surrogate pair, which no file of text can hold."""
+    value = DECODER.decode(text)
+    if _HALF.search(text):
+        json.dumps(value, ensure_ascii=False).encode()  # raises UnicodeEncodeError, a ValueError
+    return value
 
 
 def too_deep(value: object) -> bool:

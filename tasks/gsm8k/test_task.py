@@ -227,6 +227,7 @@ def test_one_file_has_no_split(tmp_path):
         ({"question": "", "answer": "#### 2"}, "needs the texts `question` and `answer`"),
         ({"question": 1, "answer": "#### 2"}, "needs the texts `question` and `answer`"),
         ({"question": "How many?", "answer": "2"}, "must end with `#### ` and a number"),
+        ({"question": "How many?", "answer": "#### 1,5"}, "must end with `#### ` and a number"),
         ({"question": "How many?", "answer": "#### two"}, "must end with `#### ` and a number"),
     ],
 )

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 
 from verl_tasks.rows import DataError, chat, normalized
-from verl_tasks.strict_json import no_constant
+from verl_tasks.strict_json import decoded
 from verl_tasks.text import one_line
 
 WHOLE = ("messages", "conversations", "conversation")
@@ -25,6 +25,7 @@ ROLE_OF |= {name: "user" for name in ("user", "human")}
 ROLE_OF |= {name: "tool" for name in ("tool", "observation", "function", "function_response", "tool_response")}
 CALLING = ("function_call", "tool_call")
 ROLE_OF |= {name: "assistant" for name in ("assistant", "gpt", "chatgpt", "bot", "model", *CALLING)}
+REASONING = ("reasoning_content", "reasoning", "thinking")  # of a turn
 WEIGHTS = ("weight", "loss", "train")  # of a turn: 0 or false where it is not to be learned
 # A chat in a cell, in JSON, or as Python prints it, which is refused.
 _CELL = re.compile(r"""\s*\[?\s*\{(?=.*["'](?:role|from)["']\s*:)\s*["']\w+["']\s*:.*[]}]\s*""", re.DOTALL)
@@ -131,6 +132,8 @@ def _conversation(record: dict, named: dict[str, str]) -> Conversation:
     if not (answer or answered or whole):
         raise DataError(f"has a prompt but no answer; {_advice(record)}")
     alpaca = prompt == "instruction" and "output" in record and not (whole or named.keys() & {"prompt", "answer"})
+    if answer and not (own_answer or alpaca) and has("ground_truth") and record[answer] != record["ground_truth"]:
+        raise DataError(f"columns `{answer}`, `ground_truth`: which is the answer? {_advice(record)}")
     if answer and alpaca:
         messages = [*messages, {"role": "assistant", "content": read(answer, _text)}]
     elif answer and (chat_answer := read(answer, _chat_in)):
@@ -260,7 +263,7 @@ def _message(turn) -> dict:
     calls = [call for key in keys if turn.get(key) for call in _calls(turn[key])]
     if named in CALLING:
         calls, content = _calls(content), ""
-    thinking = [text for key in ("reasoning_content", "reasoning") if isinstance(text := turn.get(key), str) and text]
+    thinking = [text for key in REASONING if isinstance(text := turn.get(key), str) and text]
     typed = isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content)
     if role == "tool" and content is not None and not isinstance(content, str) and not typed:
         content = json.dumps(content, ensure_ascii=False)  # a result that is not text
@@ -386,7 +389,7 @@ def _parsed(value):
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value, parse_constant=no_constant)
+        return decoded(value)
     except ValueError as error:
         raise DataError(f"is not JSON ({error}): {_shown(value)}") from error
 

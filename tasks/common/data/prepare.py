@@ -70,6 +70,9 @@ class Examples:
         for example in examples:
             if not isinstance(example, str) and (problem := messages_problem(example.messages())):
                 raise DataError(f"the prompt {problem}")
+            shown = None if isinstance(example, str) else example.demonstration
+            if not isinstance(shown, str | None) and messages_problem(shown):
+                raise DataError(f"the demonstration must be text, or messages, is {one_line(repr(shown), 80)}")
         return examples
 
     def origin(self) -> list[dict]:

@@ -1,7 +1,6 @@
 """Records (dicts) from a JSON, JSONL, CSV or parquet file, or from the hub: one after the other, but a JSON array."""
 
 import csv
-import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ import pyarrow as pa
 from verl_tasks.data.formats import conversation, tool_schemas
 from verl_tasks.files import sha256
 from verl_tasks.rows import FIRST_PROBLEMS, DataError, parquet_rows
-from verl_tasks.strict_json import DECODER
+from verl_tasks.strict_json import decoded
 from verl_tasks.text import one_line
 
 __all__ = ["conversation", "hub", "load", "tool_schemas"]  # for tasks
@@ -138,6 +137,8 @@ def load(path: Path | str) -> list[Records]:
     parts = [Records(file, split) for split in ("train", "test") for file in files if file.name.startswith(split)]
     if not any(part.split == "train" for part in parts):
         raise DataError(f"{path}: the folder has no training file (train*{', train*'.join(SUFFIXES)})")
+    if left := [file.name for file in files if not file.name.startswith(("train", "test"))]:
+        print(f"  {path}: only train* and test* are read, not {', '.join(left)}"[:300], flush=True)
     return parts
 
 
@@ -181,8 +182,6 @@ def _hub_answers() -> bool:
 
 # ---- readers: (path) -> (place, record) of each row, or (place, DataError) where the next row can still be read
 
-_HALF = re.compile(r"\\u[dD][89a-fA-F]")
-
 
 def _json(path: Path) -> Iterator[tuple[str, dict]]:
     content = path.read_bytes()
@@ -210,11 +209,7 @@ def _lines(path: Path) -> Iterator[tuple[str, dict | DataError]]:
 
 def _decoded(content: bytes) -> object:
     try:
-        text = content.decode("utf-8-sig")
-        value = DECODER.decode(text)
-        if _HALF.search(text):
-            json.dumps(value, ensure_ascii=False).encode()  # raises UnicodeEncodeError for half a surrogate pair
-        return value
+        return decoded(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise DataError(f"is not JSON ({one_line(str(error), 200)})") from error
 

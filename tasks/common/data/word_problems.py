@@ -14,11 +14,12 @@ from verl_tasks.rows import DataError, Example
 __all__ = ["ANNOTATION", "HUB_DATASET", "from_hub", "read"]  # for tasks
 
 HUB_DATASET, HUB_CONFIG = "openai/gsm8k", "main"
+_GROUPS = re.compile(r"(?<=\d),(?=(?:\d\d,)*\d{3}(?!\d))")  # 1,080 and 1,50,000; 1,5 stays
 ANNOTATION = re.compile(r"<<([^<>=]*)[^<>]*>>")  # group 1: the expression, without its value
 
 
 class WordProblem(NamedTuple):
-    """``answer``: the worked solution as in the record; ``number``: what follows its last ``####``, without commas."""
+    """``answer``: the worked solution as in the record; ``number``: what follows its last ``####``, as 1080."""
 
     question: str
     answer: str
@@ -30,7 +31,7 @@ def read(record: dict) -> WordProblem:
     question, answer = record.get("question"), record.get("answer")
     if not isinstance(question, str) or not isinstance(answer, str) or not question.strip():
         raise DataError("needs the texts `question` and `answer`")
-    number = answer.rpartition("####")[2].strip().replace(",", "") if "####" in answer else ""
+    number = _GROUPS.sub("", answer.rpartition("####")[2].strip()) if "####" in answer else ""
     return WordProblem(question.strip(), answer, number)
 
 

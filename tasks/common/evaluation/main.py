@@ -103,7 +103,12 @@ def rescore(s: Settings, command: Command, scoring: Scoring) -> int:
         raise DataError(f"{source}: has no complete line")
     if cut:
         print(f"  {source}: its last line was cut off and is skipped")
-    stored = in_order({(r.index, r.mode, r.sample): r for r in stored}.values())  # the last of repeated ones
+    last = {(r.index, r.mode, r.sample): r for r in stored}
+    if other := next((r for r in stored if r.prompt != last[r.index, r.mode, r.sample].prompt), None):
+        raise DataError(f"{source}: prompt {other.index} has two texts: two test sets; rescore each alone")
+    if repeated := len(stored) - len(last):
+        print(f"  {source}: {repeated} of {len(stored)} lines repeat a prompt's sample; the last of each counts")
+    stored = in_order(last.values())
     rollouts = read_leniently([rescored(each, scoring.compute_score) for each in stored], scoring.compute_score, None)
     changed = sum(old.reward != new.reward for old, new in zip(stored, rollouts, strict=True))
     summary = summarize(rollouts, scoring.own_metrics)

@@ -53,6 +53,7 @@ _LISTED = re.compile(
 _WRAPPER = re.compile(
     r"\\(?:text|textnormal|mathrm|mathbf|mathit|textbf|textit|boldsymbol|bm|mbox|underline|f?boxed)\s*\{([^{}]*)\}"
 )
+_TEXT = re.compile(r"\\(?:text|mbox|mathrm)\s?\{[^{}]*\}")
 _PART = r"\s*(?:\{{\s*({sign}[\d.,]{{1,30}})\s*\}}|(\d))"
 _FRACTION = re.compile(rf"\\[cdt]?frac{_PART.format(sign='-?')}{_PART.format(sign='')}")
 _BOLD = re.compile(r"(?<![\w)])(\*{1,3}|_{1,3}|`)(?=\S)([^*_`]*)(?<=\S)\1(?![\w(])")
@@ -67,6 +68,7 @@ _NUMBER = (
     r"(?:(?:\d{1,3}(?:,\d{3}){1,6}|\d{1,2}(?:,\d{2}){1,6},\d{3})(?:\.\d{1,18})?|\d{1,18}(?:\.\d{1,18})?|\.\d{1,18})"
 )
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_FLOAT = r"(?<=\d)[eE](?P<exponent>[-+]?\d{2})(?!\d)"  # 1e-05, as Python and JSON write a float; 2e-1 may be Euler's e
 _POWER = r"\s{0,2}(?:[²³]|\^\s?\{?\s?-?[1-4]\s?\}?)"
 _LENGTH = (
     r"(?:[kcdmnµμ]?m|yds?|mi|ft|in(?:ch(?:es)?)?|feet|foot|yards?|miles?|units?|(?:kilo|centi|milli)?met(?:er|re)s?)"
@@ -88,16 +90,17 @@ _LETTER = r"[A-Za-zÀ-ÖØ-öø-ɏЀ-ӿ]"
 _PLAIN = re.compile(
     rf"(?P<sign>[-+]?)\s*(?:(?P<whole>\d{{1,18}})\s+(?=\d+\s*/))?(?P<number>{_NUMBER})"
     rf"(?:\s*/\s*(?P<denominator>{_NUMBER}))?\)?(?:\s*(?P<scale>(?i:{'|'.join(_SCALES)}))\b)?(?:\s*[%°])?"
-    rf"(?:\s*\*\s*10\s*\^\s*\{{?\s*(?P<power>-?\d{{1,2}})\s*\}}?)?"
+    rf"(?:\s*\*\s*10\s*\^\s*\{{?\s*(?P<power>-?\d{{1,2}})\s*\}}?)?(?:{_FLOAT})?"
 )
 # What may follow it: a unit in words, without a second number, operator or LaTeX.
 _REST = re.compile(
     rf"[\s.,;:?'\")\]}}]*|(?:{_UNIT}|[\s,(/]+{_NOT_A_UNIT}(?:{_LETTER}{{2,}}|{_UNIT}))[^\d=+*^\\<>|]*|\s*{_HAN_UNIT}[\s.,]*"
 )
-# A number that stands for itself: no exponent, base or part of 18:30, 1.000.000, 1 000 and 1e5.
+# A number that stands for itself: no exponent, base or part of 18:30, 1.000.000, 1 000, 1e-5, 7², 3½, 5M and 3 * 10^8.
 _TOKEN = re.compile(
-    rf"(?<![\w.,:'’^])(?!(?<=\d\s)\d{{3}}(?!\d))(?:(?<![\d)\]%]\s)-)?{_NUMBER}(?:\s?/\s?{_NUMBER})?"
-    r"(?!\d|[.,:'’]\d|\s\d{3}(?!\d)|\s?\^|[eE][+-]?\d)"
+    rf"(?<![\w.,:'’^])(?<!\d[eE][-+])(?!(?<=\d\s)\d{{3}}(?!\d))(?:(?<![\d)\]%]\s)-)?"
+    rf"(?:\d{{1,18}}\s(?=\d+\s?/\s?\d))?{_NUMBER}(?:\s?/\s?{_NUMBER})?"
+    r"(?!\d|[.,:'’]\d|\s\d{3}(?!\d)|\s?\^|[eE][+-]?\d|\s?[²³¹⁰-⁹¼-¾⅐-⅞]|[kKMB]\b|\s?\*\s?10\s?\^)"
 )
 _ASIDE = re.compile(r"\((?=[^()]*[^\W\d_]{2})[^()]*\)")  # (from step 2)
 _REFERENCE = re.compile(
@@ -116,6 +119,13 @@ _FORMULA = re.compile(
 _NAME = re.compile(r"\\?[A-Za-z]+'{0,3}(?:_\{?\w{1,9}\}?)?(?:\([^()]*\))?")  # x, a_3, f(2)
 _UNKNOWN = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 _BASED = re.compile(r"(\d[\dA-Fa-f]{0,60})(?:_\{?(\d{1,2})\}?)?")  # 52_8
+# What math-verify would multiply: 1 000 and 1.000.000 would be 0, 3 hours 20 minutes would be 20 hours 3 minutes.
+_NO_FORMULA = re.compile(
+    r"\d\s+\d|\d\.\d+\.\d|\d\s*(?!(?:and|or|mod|sin|cos|tan|log|ln|exp|sqrt|pi)\b)(?<![A-Za-z])[A-Za-z]{2,}\.?,?"
+    r"\s+(?:and\s+)?\d"
+)
+_LITERAL = re.compile(r"\d+(?:\s?[:/-]\s?\d+){2,}")  # 1:2:3, 2024-01-15: no division, no difference
+_HALF_DAY = re.compile(r"(?<=\d)\s*([ap])\.?\s?m\b\.?", re.IGNORECASE)  # 1:30 pm
 _RELATION = re.compile(r"[<>≤≥≠]|\\(?:[lg]eq?|neq?)(?![a-zA-Z])")
 
 
@@ -244,8 +254,8 @@ def tidy(text: str) -> str:
 def read_number(text: str) -> Fraction | None:
     """The one number in ``text``, exactly; None if there is none, several, or a formula.
 
-    Examples: 18, 18.00, 1,000, - 3, 36/2, 1 1/2, \\frac{36}{2}, $18, 18%, **18**, 3 million, 1.8 × 10^1, 18 eggs a day,
-    18元, x = 18 and 9 * 2 = 18. A currency, ``%`` and a unit do not change the number: 18% is 18, as in GSM8K.
+    Examples: 18, 18.00, 1,000, - 3, 36/2, 1 1/2, \\frac{36}{2}, $18, 18%, **18**, 3 million, 1.8 × 10^1, 1e-05,
+    18 eggs, 18元, x = 18 and 9 * 2 = 18. A currency, ``%`` and a unit do not change the number: 18% is 18.
     """
     if len(text) > MAX_ANSWER_CHARS or _RELATION.search(text):
         return None
@@ -262,7 +272,8 @@ def read_number(text: str) -> Fraction | None:
     if denominator == 0 or (whole and number >= denominator):  # 48 24/1 is a sum, left undone
         return None
     value = number / denominator + int(whole or 0)
-    value *= _SCALES.get((match["scale"] or "").lower(), 1) * Fraction(10) ** int(match["power"] or 0)
+    power = int(match["power"] or match["exponent"] or 0)
+    value *= _SCALES.get((match["scale"] or "").lower(), 1) * Fraction(10) ** power
     return -value if match["sign"] == "-" else value
 
 
@@ -272,21 +283,38 @@ def _computes(text: str, how: str) -> bool:
     return any(_UNKNOWN.search(each) and re.search(how, each) and not _NAME.fullmatch(each) for each in left)
 
 
+def _is_no_formula(text: str) -> bool:
+    return bool(_NO_FORMULA.search(_FRACTION.sub(" x ", _TEXT.sub(r"\\text", text))))
+
+
 def compare(answer: str, truth: str) -> tuple[bool, bool]:
     """Whether ``answer`` is well-formed, and whether it equals ``truth``.
 
     Two plain numbers are compared exactly: 18.00 is 18, 0.33 is not 1/3. Anything else goes to math-verify, which
     compares values or formulas in LaTeX, decimals to 6 places. There an answer is well-formed if math-verify reads it
-    within its limits of time and memory, and if it is a number where the truth is one.
+    within its limits of time and memory, and if it is a number where the truth is one. Dates and ratios of three are
+    compared as they stand; a morning is no evening; 1 000 and 3 hours 20 minutes are neither numbers nor formulas.
     """
+    if not answer.strip() or len(answer) > MAX_ANSWER_CHARS:
+        return False, False
+    times = [tidy(text) for text in (answer, truth)]
+    halves = [_HALF_DAY.findall(text.lower()) for text in times]
+    if all(halves):
+        if halves[0] != halves[1]:
+            return True, False
+        answer, truth = (_HALF_DAY.sub("", text) for text in times)
     number, true = read_number(answer), read_number(truth)
     if number is not None and true is not None and not _computes(truth, r"[\d+\-*/^]"):
         return True, number == true and not _computes(answer, r"[\d^]|^-")  # 2x = 18 does not say 18
     if (based := _BASED.fullmatch(tidy(truth).strip("$ "))) and based[2]:
         given = _BASED.fullmatch(tidy(answer).strip("$ "))
         return bool(given), bool(given) and given[1] == based[1] and given[2] in (None, based[2])
-    if not answer.strip() or len(answer) > MAX_ANSWER_CHARS:
+    if any(map(_is_no_formula, (answer, truth))):
         return False, False
+    if _LITERAL.fullmatch(said := tidy(truth).strip("$ ")):
+        given = tidy(answer).strip("$ ")
+        return bool(_LITERAL.fullmatch(given)), given.replace(" ", "") == said.replace(" ", "")
+    answer, truth = (re.sub(_FLOAT, r"\\times 10^{\1}", text) for text in (answer, truth))  # its e is not Euler's
     try:
         return _math_verify(answer, str(truth)[: 10 * MAX_ANSWER_CHARS])
     except CallFailed:  # not cached: the machine may have been slow
