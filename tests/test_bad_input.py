@@ -167,6 +167,15 @@ def test_a_model_without_weights_and_one_without_config_are_named(variables, tmp
             "model-2.st is missing, which model.safetensors.index.json names",
         ),
         (lambda folder: cut(folder / "tokenizer.json"), "tokenizer.json is not JSON"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "config.json is no JSON object"),
+        (lambda folder: (folder / "config.json").write_text("[" * 100_000), "config.json is not JSON"),
+        *(
+            (
+                lambda folder, found=found: (folder / "model.safetensors.index.json").write_text(found),
+                "model.safetensors.index.json names no files",
+            )
+            for found in ("{}", '{"weight_map": null}', '{"weight_map": ["a"]}', '{"weight_map": {"a": 1}}')
+        ),
         (lambda folder: (folder / "tokenizer.json").unlink(), "the folder has no tokenizer"),
     ],
 )
