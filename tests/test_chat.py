@@ -99,6 +99,32 @@ def test_windows_are_those_of_the_model(tmp_path):
             window(str(model), tokens)
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"max_position_embeddings": None}, {"hidden_size": 64.0}, {"num_attention_heads": 0}, {"dtype": "float7"}]
+)
+def test_a_config_that_transformers_refuses_is_one_line(wrong, small_model, tmp_path):
+    """Of a value's type it raises a class of its own."""
+    from verl_tasks.evaluation.engines import window
+    from verl_tasks.settings import SettingsError
+
+    config = json.loads((small_model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | wrong))
+    with pytest.raises(SettingsError, match=f"MODEL={tmp_path}: "):
+        window(str(tmp_path), 64)
+
+
+def test_a_models_own_code_is_not_asked_for(small_model, tmp_path, monkeypatch):
+    """The question would be in the log, and the chat would wait for an answer."""
+    from verl_tasks.evaluation.engines import window
+    from verl_tasks.settings import SettingsError
+
+    monkeypatch.setattr("builtins.input", lambda *question: pytest.fail("asked"))
+    config = {"model_type": "new_kind", "auto_map": {"AutoConfig": "own.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SettingsError, match=f"MODEL={tmp_path}: "):
+        window(str(tmp_path), 64)
+
+
 def test_a_longrope_models_window_is_its_short_one(tmp_path):
     """Phi-4-mini: beyond it vLLM turns the tokens of all texts otherwise than the training."""
     from verl_tasks.evaluation.engines import window

@@ -313,12 +313,12 @@ def window(model: str, max_new_tokens: int, before: int = WINDOW) -> int:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(base_model(model)).get_text_config()
-    except (OSError, ValueError) as error:
+        # Without an answer transformers asks on the terminal whether to run the code of a model.
+        config = AutoConfig.from_pretrained(base_model(model), trust_remote_code=False).get_text_config()
+        short = short_window(config.to_dict()) if before <= WINDOW else 0
+    except Exception as error:  # classes of huggingface_hub, too
         raise SettingsError(f"MODEL={model}: {one_line(str(error), 200)}") from error
-    largest = getattr(config, "max_position_embeddings", None) or before + max_new_tokens
-    if before <= WINDOW:
-        largest = short_window(config.to_dict()) or largest
+    largest = short or getattr(config, "max_position_embeddings", None) or before + max_new_tokens
     if max_new_tokens >= largest:
         raise SettingsError(f"MAX_NEW_TOKENS={max_new_tokens}: {model} has a window of {largest} tokens; lower it")
     return min(largest, before + max_new_tokens)

@@ -181,7 +181,7 @@ def check_chat(job: Job, requests: list[Request]) -> None:
         return
     try:
         tokenizer = AutoTokenizer.from_pretrained(base_model(job.model))
-    except (OSError, ValueError):
+    except Exception:  # its config is read too, and a damaged tokenizer.json raises anything
         return
     if not tokenizer.chat_template:
         raise DataError(f"{job.model}: has no chat template to render prompts; take an instruct model (MODEL)")
