@@ -64,6 +64,14 @@ def test_sampling_of_the_base_model_that_differs_from_the_evaluations_is_said(s,
     assert "has the base model's temperature=0.7, top_k=20, repetition_penalty=1.1, by which others" in said
 
 
+@pytest.mark.parametrize("home", ["/", ""])
+def test_a_home_that_is_no_folder_of_a_user_changes_no_text(home, s, monkeypatch):
+    """HOME=/ is what a container has for a user that its image does not know."""
+    monkeypatch.setenv("HOME", home)
+    said = f"A whole model. https://host/a: 1 / 2, {s.runs_dir.parents[1]}/x."
+    assert export.without_paths(said) == "A whole model. https://host/a: 1 / 2, artifacts/x."
+
+
 def test_a_run_whose_base_model_is_gone_is_exported(s, run_dir, small_model, tmp_path):
     made = json.loads((run_dir / "settings.json").read_text())
     (run_dir / "settings.json").write_text(json.dumps(made | {"start": str(tmp_path / "gone")}))

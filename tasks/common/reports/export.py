@@ -183,7 +183,8 @@ def _cell(value: object) -> str:
 def without_paths(text: str) -> str:
     """``text`` with this machine's folders named as a reader knows them."""
     for folder, name in ((artifacts(), "artifacts"), (ROOT, "."), (Path.home(), "~")):
-        text = re.sub(rf"{re.escape(str(folder))}(?=[/\s)`,;]|$)", name, text)
+        if len(folder.parts) > 1:  # HOME may be / or empty
+            text = re.sub(rf"{re.escape(str(folder))}(?=[/\s)`,;]|$)", name, text)
     return text
 
 
