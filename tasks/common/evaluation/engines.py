@@ -313,7 +313,7 @@ def window(model: str, max_new_tokens: int, before: int = WINDOW) -> int:
     from transformers import AutoConfig
 
     try:
-        # Without an answer transformers asks on the terminal whether to run the code of a model.
+        # Without that transformers asks on the terminal whether to run the code of a model.
         config = AutoConfig.from_pretrained(base_model(model), trust_remote_code=False).get_text_config()
         short = short_window(config.to_dict()) if before <= WINDOW else 0
     except Exception as error:  # classes of huggingface_hub, too
