@@ -15,9 +15,11 @@ import tasks
 from tests.helpers import PYTHON, ROOT, checkout_with, error_line, make, outside_make, refused, with_embedded
 from tests.test_settings import VALUES
 from verl_tasks import errors
+from verl_tasks.data import prepare
 from verl_tasks.launch.task import compute_score_of
 from verl_tasks.models.find import resolve_model
 from verl_tasks.rewards.answers import RewardError
+from verl_tasks.rows import DataError
 from verl_tasks.settings import SettingsError, load_settings
 
 SIZES = {"TASK": "countdown", "STACK": "cpu", "TRAIN_SIZE": "32", "TEST_SIZE": "8", "SFT_SIZE": "32"}
@@ -167,6 +169,15 @@ def test_a_model_without_weights_and_one_without_config_are_named(variables, tmp
             "model-2.st is missing, which model.safetensors.index.json names",
         ),
         (lambda folder: cut(folder / "tokenizer.json"), "tokenizer.json is not JSON"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "config.json is no JSON object"),
+        (lambda folder: (folder / "config.json").write_text("[" * 100_000), "config.json is not JSON"),
+        *(
+            (
+                lambda folder, found=found: (folder / "model.safetensors.index.json").write_text(found),
+                "model.safetensors.index.json names no files",
+            )
+            for found in ("{}", '{"weight_map": null}', '{"weight_map": ["a"]}', '{"weight_map": {"a": 1}}')
+        ),
         (lambda folder: (folder / "tokenizer.json").unlink(), "the folder has no tokenizer"),
     ],
 )
@@ -177,6 +188,24 @@ def test_a_model_that_was_not_downloaded_whole_is_refused(damage, said, small_mo
     damage(folder)
     with pytest.raises(SettingsError, match=f"MODEL={folder}: .*{said}.*; download or copy the folder again"):
         resolve_model(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        ("config.json", {"max_position_embeddings": None}),
+        ("tokenizer.json", {"added_tokens": None}),
+        ("tokenizer_config.json", {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}),
+    ],
+)
+def test_a_tokenizer_that_transformers_refuses_is_one_line(file, change, small_model, tmp_path, monkeypatch):
+    """It raises classes of its own. Of a model's own code it asks on the terminal, and would run it."""
+    monkeypatch.setattr("builtins.input", lambda *question: pytest.fail("asked"))
+    shutil.copytree(small_model, folder := tmp_path / "model")
+    (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | change))
+    with pytest.raises(DataError, match=f"MODEL={folder}: no tokenizer to count prompt tokens"):
+        prepare.load_tokenizer(str(folder))
+    assert prepare._tokenizer_here(str(folder)) is None
 
 
 def cut(file: Path) -> None:

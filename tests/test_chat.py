@@ -99,6 +99,47 @@ def test_windows_are_those_of_the_model(tmp_path):
             window(str(model), tokens)
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"max_position_embeddings": None}, {"hidden_size": 64.0}, {"num_attention_heads": 0}, {"dtype": "float7"}]
+)
+def test_a_config_that_transformers_refuses_is_one_line(wrong, small_model, tmp_path):
+    """Of a value's type it raises a class of its own."""
+    from verl_tasks.evaluation.engines import window
+    from verl_tasks.settings import SettingsError
+
+    config = json.loads((small_model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | wrong))
+    with pytest.raises(SettingsError, match=f"MODEL={tmp_path}: "):
+        window(str(tmp_path), 64)
+
+
+def test_a_models_own_code_is_not_asked_for(small_model, tmp_path, monkeypatch):
+    """The question would be in the log, and the chat would wait for an answer."""
+    from verl_tasks.evaluation.engines import window
+    from verl_tasks.settings import SettingsError
+
+    monkeypatch.setattr("builtins.input", lambda *question: pytest.fail("asked"))
+    config = {"model_type": "new_kind", "auto_map": {"AutoConfig": "own.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SettingsError, match=f"MODEL={tmp_path}: "):
+        window(str(tmp_path), 64)
+
+
+def test_a_longrope_models_window_is_its_short_one(tmp_path):
+    """Phi-4-mini: beyond it vLLM turns the tokens of all texts otherwise than the training."""
+    from verl_tasks.evaluation.engines import window
+    from verl_tasks.settings import SettingsError
+
+    turned = {"type": "longrope", "short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
+    config = {"model_type": "phi3", "hidden_size": 64, "num_attention_heads": 2, "rope_scaling": turned}
+    config |= {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "pad_token_id": 0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert window(str(tmp_path), 1024) == 4096
+    with pytest.raises(SettingsError, match="has a window of 4096 tokens; lower it"):
+        window(str(tmp_path), 4096)
+    assert window(str(tmp_path), 1024, before=16384) == 16384 + 1024  # long texts are what the caller wants
+
+
 def test_the_tasks_system_message_comes_from_its_data(tmp_path):
     write_parquet(ROWS, tmp_path / "a.parquet", rl_schema())
     write_parquet([rl_row("t", chat("x"), "7", "test", 0)], tmp_path / "b.parquet", rl_schema())

@@ -64,6 +64,37 @@ def test_sampling_of_the_base_model_that_differs_from_the_evaluations_is_said(s,
     assert "has the base model's temperature=0.7, top_k=20, repetition_penalty=1.1, by which others" in said
 
 
+@pytest.mark.parametrize("home", ["/", ""])
+def test_a_home_that_is_no_folder_of_a_user_changes_no_text(home, s, monkeypatch):
+    """HOME=/ is what a container has for a user that its image does not know."""
+    monkeypatch.setenv("HOME", home)
+    said = f"A whole model. https://host/a: 1 / 2, {s.runs_dir.parents[1]}/x."
+    assert export.without_paths(said) == "A whole model. https://host/a: 1 / 2, artifacts/x."
+
+
+def test_a_run_whose_base_model_is_gone_is_exported(s, run_dir, small_model, tmp_path):
+    made = json.loads((run_dir / "settings.json").read_text())
+    (run_dir / "settings.json").write_text(json.dumps(made | {"start": str(tmp_path / "gone")}))
+    assert "licence is not known" in export.export(s, command(tmp_path / "out"), run_dir, str(small_model))
+    assert "base_model" not in (tmp_path / "out/README.md").read_text()
+
+
+def test_what_cannot_be_read_is_one_line_and_leaves_no_folder(s, run_dir, small_model, tmp_path):
+    (torn := tmp_path / "checkpoint").mkdir()
+    for file in small_model.iterdir():
+        (torn / file.name).write_bytes(file.read_bytes())
+    (torn / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(
+        SettingsError, match=r"checkpoint: model.safetensors is no whole file of weights .*; take another STEP"
+    ):
+        export.export(s, command(tmp_path / "out"), run_dir, str(torn))
+    for file in run_dir.parents[2].glob("eval/*/*/summary.json"):  # as another version may write them
+        file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "left_out"}))
+    with pytest.raises(SettingsError, match=r"RUN=mine: cannot be read \(KeyError: 'left_out'\)"):
+        export.export(s, command(tmp_path / "out"), run_dir, str(small_model))
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("header", "known"), [("license: mit", "mit"), ("title: a: b", "unknown"), ("\tx: 1", "unknown"), ("", "unknown")]
 )

@@ -319,6 +319,15 @@ def test_a_model_in_parts_is_whole_with_all_of_them(tmp_path):
     assert has_weights(tmp_path)
 
 
+@pytest.mark.parametrize("index", ["", '{"weight_map": {"a": "mod', "[]", "{}", '{"weight_map": ["a"]}'])
+def test_a_model_whose_index_cannot_be_read_is_not_whole(index, tmp_path):
+    """Which of its parts are missing is not known."""
+    (tmp_path / "config.json").touch()
+    (tmp_path / "model-1.safetensors").touch()
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    assert not has_weights(tmp_path)
+
+
 @pytest.mark.parametrize("said", ["", "\0", "6", "8", "4x", None])
 def test_verl_resumes_from_the_last_whole_checkpoint(tmp_path, said):
     """6 was removed in part, 8 was being written: neither is whole."""

@@ -258,6 +258,39 @@ def test_dropout_is_said_to_be_off(settings):
     assert any("attention_dropout=0.1" in str(finding) for finding in doctor.numbers(s))
 
 
+NESTED = """\
+import json, sys, tempfile
+from pathlib import Path
+from transformers import AutoConfig
+from verl.utils.model import update_model_config
+from verl_tasks.verl_plugins import parity
+layers = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97}
+layers |= {"intermediate_size": 96, "num_key_value_heads": 2, "head_dim": 16, "attention_dropout": 0.1}
+encoder = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+values = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": layers}
+folder = Path(tempfile.mkdtemp(dir=sys.argv[1]))
+print(json.dumps([parity.write_small(values | {"vision_config": encoder}, folder)]))
+config = AutoConfig.from_pretrained(folder)
+assert config.text_config.attention_dropout == 0
+config.text_config.attention_dropout = 0.1
+update_model_config(config, {"text_config": {"attention_dropout": 0.0}})
+assert config.text_config.attention_dropout == 0
+"""
+
+
+def test_dropout_of_the_text_part_is_turned_off_too(settings, tmp_path):
+    """Gemma 3's config, and others of models with pictures, has its layers in text_config."""
+    environment = os.environ | parity.ENVIRONMENT | {"PYTHONPATH": parity.PYTHON_PATH}
+    command = [sys.executable, "-c", NESTED, str(tmp_path)]
+    child = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr[-2000:]
+    (noise,) = json.loads(child.stdout.splitlines()[-1])
+    assert noise == {"text_config.attention_dropout": 0.1}
+    write(s := settings(), paths={ONCE: result(True)}, noise=noise)
+    for model in (verl_config.rl_config(s).actor_rollout_ref.model, verl_config.rl_config(s).critic.model):
+        assert model["override_config"]["text_config"] == {"attention_dropout": 0.0}
+
+
 def test_other_methods_configs_and_stacks_have_results_of_their_own(settings):
     s = settings()
     write(s, paths={"padded, sdpa": result(True)}, noise={})

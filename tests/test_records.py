@@ -5,6 +5,7 @@ A run's folder that comes from elsewhere is data: its record is checked before a
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -439,6 +440,20 @@ def test_a_broken_run_hides_no_other(file, text, why, settings):
     assert last.startswith(f"error: {broken}") and why in last
 
 
+@pytest.mark.parametrize("metrics", [None, [], {"accuracy": {"value": 0.5}}, {"accuracy": None}])
+def test_a_broken_summary_of_an_evaluation_is_named(metrics, settings):
+    broken = make_run(settings, metrics={1: {}})
+    make_run(settings, "other", metrics={1: {}})
+    evaluate(broken, 10, 0.5)
+    (file,) = settings.runs_dir.parents[1].glob("eval/*/*/summary.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"metrics": metrics}))
+    said = f"{file}: is no summary of an evaluation"
+    assert said in overview.table().splitlines()[-1] and "other" in overview.table()
+    for told in (lambda: overview.comparison("mine,other"), lambda: run_report.page(broken)):
+        with pytest.raises(SettingsError, match=re.escape(said)):
+            told()
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0.4, "0 s"), (59.6, "1 min 00 s"), (557, "9 min 17 s"), (3600, "1 h 00 min"), (7530, "2 h 05 min")],
@@ -648,7 +663,7 @@ def test_a_summary_of_another_form_is_one_line_of_error(settings):
     folder.mkdir(parents=True)
     model = f"/x/runs/countdown/{run_dir.name}/checkpoints/global_step_1/actor"
     (folder / "summary.json").write_text(json.dumps({"model": model, "metrics": []}))
-    with pytest.raises(SettingsError, match=r"^RUN=shared: cannot be read \("):
+    with pytest.raises(SettingsError, match=f"^{folder}/summary.json: is no summary of an evaluation"):
         run_report.write(run_dir)
 
 

@@ -12,6 +12,7 @@ from tests import composed_once
 from tests.exact_kl import gradients
 from tests.helpers import ROOT, TASKS, stacks, task_settings
 from tests.wheels import verl_package
+from verl_tasks.launch.train import check_method
 from verl_tasks.settings import METHODS, SettingsError, load_settings, method
 from verl_tasks.training import verl_checks, verl_config
 
@@ -272,6 +273,28 @@ def test_a_path_that_verls_config_would_read_as_a_reference_is_refused(path):
     for model, folder in ((path, "/r"), ("m", path)):
         with pytest.raises(SettingsError, match=r"`\$\{` is a reference in verl's config; take another path$"):
             verl_config.rl_overrides(s, model, Path(folder))
+
+
+@pytest.mark.parametrize(
+    ("argument", "variable"),
+    [
+        ("trainer.default_local_dir=/elsewhere", "ARTIFACTS"),
+        ("trainer.total_training_steps=3", "STEPS"),
+        ("trainer.save_freq=-1", "SAVE_FREQ"),
+        ("trainer.save_freq=null", "SAVE_FREQ"),
+        ("trainer.logger=[console,wandb]", "LOGGER"),
+    ],
+)
+def test_arguments_that_would_leave_a_run_without_checkpoints_or_metrics_are_refused(argument, variable):
+    """The training would take its hours, and end without what it is continued and evaluated from."""
+    with pytest.raises(SettingsError) as error:
+        check_method(settings_of("countdown"), [argument])
+    name = argument.partition("=")[0]
+    assert str(error.value).startswith(f"ARGS: {name}=") and str(error.value).endswith(f"; set {variable}")
+
+
+def test_arguments_may_save_more_often():
+    assert check_method(settings_of("countdown"), ["trainer.save_freq=1", "trainer.logger=[file,console]"])
 
 
 ACTOR = "actor_rollout_ref.actor"

@@ -334,8 +334,9 @@ def load_tokenizer(model: str, weights: bool = True):
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(base_model(resolve_model(model)) if weights else model)
-    except (SettingsError, OSError, ValueError) as error:
+        folder = base_model(resolve_model(model)) if weights else model
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # None asks whether to run its code
+    except Exception as error:  # it reads the config too, and raises any class
         raise DataError(f"MODEL={model}: no tokenizer to count prompt tokens ({one_line(str(error), 300)})") from error
     if not tokenizer.chat_template:
         raise DataError(f"MODEL={model}: has no chat template to render prompts; take an instruct model")
@@ -348,7 +349,7 @@ def _tokenizer_here(model: str):
 
     try:
         folder = base_model(resolve_model(model)) if model == "embedded" or Path(model).expanduser().exists() else model
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception:  # none, or a broken one, which the model's stage reports
         return None
     return tokenizer if tokenizer.chat_template else None

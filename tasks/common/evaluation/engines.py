@@ -10,6 +10,7 @@ import numpy as np
 
 from verl_tasks.evaluation.rollouts import GREEDY, TOO_LONG, Completion
 from verl_tasks.machine.hardware import CPU_BLOCK_SIZE, cpu_dtype, shared_kv_cache
+from verl_tasks.machine.memory import short_window
 from verl_tasks.models.chat_template import opens_thinking, prompt_ids
 from verl_tasks.models.merge import RANKS, base_model, is_adapter, max_rank
 from verl_tasks.process import imports
@@ -304,14 +305,20 @@ class VLLMEngine:
 
 def window(model: str, max_new_tokens: int, before: int = WINDOW) -> int:
     """Context length to ask the engine for: ``before`` plus the response, or the model's own limit where that is
-    smaller. Raises SettingsError for a model that cannot be found, and when the response alone would fill it."""
+    smaller. Raises SettingsError for a model that cannot be found, and when the response alone would fill it.
+
+    With LongRoPE the limit is that of short texts: where more is asked for, vLLM turns all texts as long ones, and no
+    training does. Callers who ask for more than WINDOW want long texts.
+    """
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(base_model(model)).get_text_config()
-    except (OSError, ValueError) as error:
+        # Without that transformers asks on the terminal whether to run the code of a model.
+        config = AutoConfig.from_pretrained(base_model(model), trust_remote_code=False).get_text_config()
+        short = short_window(config.to_dict()) if before <= WINDOW else 0
+    except Exception as error:  # classes of huggingface_hub, too
         raise SettingsError(f"MODEL={model}: {one_line(str(error), 200)}") from error
-    largest = getattr(config, "max_position_embeddings", None) or before + max_new_tokens
+    largest = short or getattr(config, "max_position_embeddings", None) or before + max_new_tokens
     if max_new_tokens >= largest:
         raise SettingsError(f"MAX_NEW_TOKENS={max_new_tokens}: {model} has a window of {largest} tokens; lower it")
     return min(largest, before + max_new_tokens)

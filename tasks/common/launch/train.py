@@ -8,6 +8,7 @@ import os
 import statistics
 import subprocess
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,11 +56,25 @@ def check_method(s: Settings, arguments: list[str]):
         raise SettingsError(f"ABORT_ON={s.ABORT_ON}: STACK={s.STACK} has a verl that cannot do it; take STACK=current")
     else:
         config = verl_config.rl_config(s, arguments)
+        for problem in _lost(s, config.trainer):
+            raise SettingsError(problem)
         if (every := config.trainer.test_freq) > 0 and not s.DEV_SIZE:
             raise SettingsError(f"trainer.test_freq={every}: validates on the dev set; set DEV_SIZE")
     if problem := own.problem(s if s.by_pairs else config):
         raise SettingsError(problem)
     return config
+
+
+def _lost(s: Settings, trainer) -> Iterator[str]:
+    """What ARGS change so that the run's folder would lack the checkpoints or metrics that all else reads there."""
+    if trainer.default_local_dir != str(s.runs_dir / "checkpoints"):
+        yield f"ARGS: trainer.default_local_dir={trainer.default_local_dir}: is the run's folder; set ARTIFACTS"
+    if trainer.total_training_steps != s.STEPS:
+        yield f"ARGS: trainer.total_training_steps={trainer.total_training_steps}: is STEPS={s.STEPS}; set STEPS"
+    if (trainer.save_freq or 0) < 1:
+        yield f"ARGS: trainer.save_freq={trainer.save_freq}: would save no checkpoint; set SAVE_FREQ"
+    if "file" not in trainer.logger:
+        yield f"ARGS: trainer.logger={trainer.logger}: would leave the run without metrics; set LOGGER"
 
 
 # ---- stages --------------------------------------------------------------------------------------------------------

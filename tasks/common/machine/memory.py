@@ -111,11 +111,17 @@ def shapes(config: dict, parameters: int = 0) -> Shapes | None:
     window = int(config.get("max_position_embeddings") or 0)
     turned = config.get("rope_parameters") or config.get("rope_scaling") or {}
     stretch = float(turned.get("factor") or 1)
-    short = config.get("original_max_position_embeddings") or turned.get("original_max_position_embeddings")
-    if "short_factor" in turned and short and short < window:  # LongRoPE (Phi 3.5 and 4)
-        window, stretch = int(short), window / short
+    if short := short_window(config):
+        window, stretch = short, window / short
     more = (tied, plain(config), heads, key_heads, window, stretch)
     return Shapes(parameters, embeddings, layer, layers, *widths, *more)
+
+
+def short_window(config: dict) -> int:
+    """Tokens up to which LongRoPE (Phi 3.5 and 4) turns as in short texts, where the window is longer; else 0."""
+    turned = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    short = config.get("original_max_position_embeddings") or turned.get("original_max_position_embeddings") or 0
+    return int(short) if "short_factor" in turned and short < (config.get("max_position_embeddings") or 0) else 0
 
 
 def plain(config: dict) -> bool:

@@ -38,7 +38,7 @@ def resolve_model(model: str, base: str = "", variable: str = "MODEL") -> str:
             raise SettingsError(f"{variable}={model}: the folder has no config.json, so it is not a model")
         if not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
             raise SettingsError(f"{variable}={model}: the folder has no weights (*.safetensors or pytorch_model*.bin)")
-        if problem := _damage(folder):
+        if problem := damage(folder):
             raise SettingsError(f"{variable}={model}: {problem}; download or copy the folder again")
         return str(folder.resolve())
     if not is_hub_id(model):
@@ -46,7 +46,7 @@ def resolve_model(model: str, base: str = "", variable: str = "MODEL") -> str:
     return model
 
 
-def _damage(folder: Path) -> str:
+def damage(folder: Path) -> str:
     """What is missing or cut off in a model's ``folder``, as an interrupted download leaves it, or a clone without
     Git LFS; empty where nothing is. Of weights the beginnings and sizes are read."""
     from safetensors import SafetensorError, safe_open
@@ -55,11 +55,16 @@ def _damage(folder: Path) -> str:
     for file in filter(Path.is_file, (folder / "config.json", folder / "tokenizer.json", index)):
         try:
             found = json.loads(file.read_text())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return f"{file.name} is not JSON ({error})"
-    named = set(found.get("weight_map", {}).values()) if index.is_file() else set()
-    if missing := sorted(name for name in named if not (folder / name).is_file()):
-        return f"{missing[0]} is missing, which {index.name} names"
+        if not isinstance(found, dict):
+            return f"{file.name} is no JSON object"
+    if index.is_file():
+        parts = found.get("weight_map")
+        if not isinstance(parts, dict) or not all(isinstance(name, str) for name in parts.values()):
+            return f"{index.name} names no files"
+        if missing := sorted(name for name in set(parts.values()) if not (folder / name).is_file()):
+            return f"{missing[0]} is missing, which {index.name} names"
     for file in sorted(folder.glob("model*.safetensors")):
         try:
             with safe_open(file, "np"):

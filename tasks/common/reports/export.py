@@ -9,13 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from verl_tasks.files import folder_beside, read_json, write_json, write_text
-from verl_tasks.models.find import EMBEDDED, embedded_folder, is_hub_id, whole_model
+from verl_tasks.models.find import EMBEDDED, damage, embedded_folder, is_hub_id, whole_model
 from verl_tasks.models.merge import base_of, is_adapter
 from verl_tasks.reports import run_report
 from verl_tasks.reports.overview import evaluations
 from verl_tasks.reports.run_report import Section, Table
 from verl_tasks.rewards.answers import number
 from verl_tasks.runs import launches
+from verl_tasks.runs.folder import UNREADABLE
 from verl_tasks.runs.run import Run
 from verl_tasks.runs.secrets import masked
 from verl_tasks.settings import ROOT, Command, Settings, SettingsError, artifacts
@@ -65,8 +66,8 @@ def licence(base: str, start: str) -> str:
 
     if base == EMBEDDED_ID:
         return "apache-2.0"
-    card = Path(start) / "README.md" if Path(start).is_dir() else try_to_load_from_cache(start, "README.md")
     try:
+        card = Path(start) / "README.md" if Path(start).is_dir() else try_to_load_from_cache(start, "README.md")
         return ModelCard.load(card).data.license or "unknown"
     except (OSError, TypeError, ValueError, AttributeError, YAMLError):
         return "unknown"
@@ -75,10 +76,12 @@ def licence(base: str, start: str) -> str:
 def export(s: Settings, command: Command, run_dir: Path, model: str) -> str:
     """Write ``model``, a checkpoint of ``run_dir``, to OUTPUT, and upload it where PUSH says so. Returns what it did.
 
-    MERGE=1 writes a LoRA adapter merged into its base model. Raises SettingsError.
+    MERGE=1 writes a LoRA adapter merged into its base model. Raises SettingsError, also for files that cannot be read.
     """
     output = Path(command.OUTPUT).expanduser().absolute()
     source = Path(whole_model(model) if command.MERGE else model)
+    if not is_adapter(source) and (problem := damage(source)):
+        raise SettingsError(f"{source}: {problem}; take another STEP")
     start = run_report.began_with(run_dir)["base"]
     base = base_id(s, command, base_of(source) if is_adapter(source) else start)
     with folder_beside(output) as partial:
@@ -88,7 +91,12 @@ def export(s: Settings, command: Command, run_dir: Path, model: str) -> str:
             config = read_json(source / "adapter_config.json")
             write_json(partial / "adapter_config.json", config | {"base_model_name_or_path": base})
         shutil.copy2(s.reward_file, partial)
-        written = card(s, run_dir, output.name, base, licence(base, start), is_adapter(source))
+        try:
+            written = card(s, run_dir, output.name, base, licence(base, start), is_adapter(source))
+        except SettingsError:
+            raise
+        except UNREADABLE as error:  # a run may come from elsewhere
+            raise SettingsError(f"RUN={run_dir.name}: cannot be read ({type(error).__name__}: {error})") from error
         for name, text in written.items():
             write_text(partial / name, text)
     said = [f"written: {output}"]
@@ -175,7 +183,8 @@ def _cell(value: object) -> str:
 def without_paths(text: str) -> str:
     """``text`` with this machine's folders named as a reader knows them."""
     for folder, name in ((artifacts(), "artifacts"), (ROOT, "."), (Path.home(), "~")):
-        text = re.sub(rf"{re.escape(str(folder))}(?=[/\s)`,;]|$)", name, text)
+        if len(folder.parts) > 1:  # HOME may be / or empty
+            text = re.sub(rf"{re.escape(str(folder))}(?=[/\s)`,;]|$)", name, text)
     return text
 
 

@@ -32,14 +32,27 @@ def step_of(model: str, run_dir: Path) -> int | None:
 
 
 def evaluations(run_dir: Path) -> list[tuple[int, Path, dict]]:
-    """Step, summary.json and its content of each `make eval` of a run's checkpoints, by step and time."""
+    """Step, summary.json and its content of each `make eval` of a run's checkpoints, by step and time.
+
+    Raises SettingsError for a summary that has not the form of one: a run may come from elsewhere.
+    """
     found = []
     for file in (artifacts() / "eval" / run_dir.parent.name).glob("*/summary.json"):
         summary = read_json(file)
         # A rescored file has "rollouts of FILE" as its model; the original's summary counts.
         if (step := step_of(str(summary.get("model", "")), run_dir)) is not None:
+            _check_summary(file, summary)
             found.append((step, file, summary))
     return sorted(found, key=lambda each: (each[0], each[1].stat().st_mtime))
+
+
+def _check_summary(file: Path, summary: dict) -> None:
+    try:
+        numbers = [each[name] for each in summary["metrics"].values() for name in ("value", "low", "high")]
+        sum([*numbers, summary["prompts"], summary["samples"]])
+    except UNREADABLE as error:
+        what = one_line(f"{type(error).__name__}: {error}", 80)
+        raise SettingsError(f"{file}: is no summary of an evaluation ({what}); correct or remove it") from error
 
 
 def health_of(run_dir: Path, metrics: dict[int, dict]) -> list[Finding]:

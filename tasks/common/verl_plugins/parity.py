@@ -15,6 +15,7 @@ import contextlib
 import gc
 import io
 import json
+import operator
 import os
 import re
 import sys
@@ -61,7 +62,8 @@ def write_small(values: dict, target: Path) -> dict[str, float]:
     config = small(AutoConfig.from_pretrained(target, local_files_only=True), vocabulary=VOCABULARY)
     found = noise(config)
     for name in found:
-        setattr(config, name, 0.0)
+        part, _, own = name.rpartition(".")
+        setattr(operator.attrgetter(part)(config) if part else config, own, 0.0)
     kind = get_hf_auto_model_class(config) if config.architectures else AutoModelForCausalLM
     torch.manual_seed(0)
     model = kind.from_config(config, dtype=torch.float32, attn_implementation="eager")
@@ -75,9 +77,12 @@ def write_small(values: dict, target: Path) -> dict[str, float]:
 
 def noise(config) -> dict[str, float]:
     """What of a config makes passes random in training, e.g. attention_dropout: the policy would not be the sampled
-    one."""
-    values = {name: value for name, value in vars(config).items() if type(value) is float and value > 0}
-    return {name: value for name, value in values.items() if re.search(r"(?<!classifier_)dropout|pdrop|jitter", name)}
+    one. That of a model with pictures is in the config of its text: text_config.attention_dropout."""
+    own = {name: value for name, value in vars(config).items() if type(value) is float and value > 0}
+    found = {name: value for name, value in own.items() if re.search(r"(?<!classifier_)dropout|pdrop|jitter", name)}
+    text = config.get_text_config()
+    inner = [(part, noise(its)) for part, its in vars(config).items() if its is text]
+    return found | {f"{part}.{name}": value for part, of_it in inner for name, value in of_it.items()}
 
 
 def sequences() -> list[torch.Tensor]:
