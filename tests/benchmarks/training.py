@@ -59,6 +59,7 @@ OF_CURRENT = [
     "actor_rollout_ref.rollout.max_num_seqs=256",
     "++actor_rollout_ref.rollout.engine_kwargs.vllm.max_cudagraph_capture_size=null",
     "++actor_rollout_ref.rollout.engine_kwargs.vllm.scheduler_cls=null",
+    "++actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config=null",
 ]
 OF_A100 = ["++actor_rollout_ref.rollout.engine_kwargs.vllm.cuda_graph_sizes=null"]
 METRICS = "metrics/000.jsonl"
