@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from verl_tasks.evaluation.rollouts import GREEDY, TOO_LONG, Completion
-from verl_tasks.machine.hardware import CPU_BLOCK_SIZE, cpu_dtype, shared_kv_cache
+from verl_tasks.machine.hardware import CPU_BLOCK_SIZE, CUDA_GRAPHS, cpu_dtype, shared_kv_cache
 from verl_tasks.machine.memory import short_window
 from verl_tasks.models.chat_template import opens_thinking, prompt_ids
 from verl_tasks.models.merge import RANKS, base_model, is_adapter, max_rank
@@ -24,12 +24,7 @@ EXTENSION_OF_0_11 = "verl_tasks.verl_plugins.verl_061.many_sequences.ManySequenc
 WINDOW = 4096  # tokens of a prompt in `make batch`, of a conversation in `make chat`
 LOGPROBS = 20  # vLLM's default limit (max_logprobs)
 CPU_SEQUENCES = 64  # that are sampled at once (docs/CPU.md)
-# A CUDA graph for each of these batch sizes. torch.compile (mode 3) would start later and sample no faster.
-GRAPHS = {
-    "mode": 0,
-    "cudagraph_mode": "FULL_DECODE_ONLY",
-    "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, *range(128, 1025, 128)],  # 1,024: vLLM's limit on an H100
-}
+BATCHES = [1, 2, 4, 8, 16, 32, 64, *range(128, 1025, 128)]  # with a CUDA graph; 1,024: vLLM's limit on an H100
 SKIPPED = Completion("", TOO_LONG, 0, 0.0)
 
 
@@ -161,7 +156,7 @@ class _Platform:
             return cls(cpu_dtype(), EXTENSION_OF_CPU, CPU_BLOCK_SIZE, chunked_prefill=False, sequences=CPU_SEQUENCES)
         if vllm.__version__.startswith("0.11.0"):  # graphs were never tried
             return cls("bfloat16", EXTENSION_OF_0_11)
-        return cls("bfloat16", EXTENSION, graphs=GRAPHS)
+        return cls("bfloat16", EXTENSION, graphs=CUDA_GRAPHS | {"cudagraph_capture_sizes": BATCHES})
 
 
 class VLLMEngine:

@@ -115,6 +115,9 @@ if [[ -z $UV && -s $LISTS/uv.txt ]] && "${PIP[@]}" --require-hashes -r "$LISTS/u
   UV=$VENV/bin/uv
 fi
 if [[ -n $UV ]]; then
+  # Compiled, as pip does: where Python may not write beside a package (PYTHONDONTWRITEBYTECODE, an image), each process
+  # of a training would compile all of verl and vLLM again, which doubles the time of its imports.
+  INSTALL=("$UV" pip install --no-deps --compile-bytecode --python "$PYTHON")
   # uv does not read pip's configuration, so it gets pip's index, wheel folders and certificates. Not extra indexes: if
   # two indexes have a version, uv takes the files of one, which may not fit this machine.
   PIP_SETTINGS=$("$PYTHON" -m pip config list 2>/dev/null) # of its files and of the environment
@@ -124,9 +127,6 @@ if [[ -n $UV ]]; then
   if [[ -z ${UV_FIND_LINKS:-} && -n $wheels ]]; then export UV_FIND_LINKS=${wheels// /,}; fi
   if [[ -z ${SSL_CERT_FILE:-} && -n $certificates ]]; then export SSL_CERT_FILE=$certificates; fi
 fi
-# Compiled, as pip does: where Python may not write beside a package (PYTHONDONTWRITEBYTECODE, an image), each process
-# of a training would compile all of verl and vLLM again, which doubles the time of its imports.
-INSTALL=("$UV" pip install --no-deps --compile-bytecode --python "$PYTHON")
 
 # PyPI has only CUDA builds of torch, and each index its own hash for the CPU build, so the list has none. It comes from
 # where pip looks if that is a CPU build, else from PyTorch's index.

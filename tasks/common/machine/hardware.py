@@ -20,6 +20,8 @@ from verl_tasks.visible_gpus import ANSWERS_WITHIN, named_gpus, no_answer
 KV_CACHE = 0.7  # of vLLM's share of a GPU; the rest is for weights, activations and CUDA graphs
 # Tokens of a block of vLLM's cache on a CPU. Prompts share full blocks only; vLLM's 128 are longer than most prompts.
 CPU_BLOCK_SIZE = 32
+# vLLM's CUDA graphs of decoding. torch.compile (mode 3) would start later and sample no faster (docs/GPU.md).
+CUDA_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 MIB = 2**20
 RAY_DAEMONS = ("gcs_server", "raylet")
 

@@ -109,17 +109,21 @@ def shapes(config: dict, parameters: int = 0) -> Shapes | None:
     widths = (hidden, intermediate, queries, keys, vocabulary, linear)
     key_heads = config.get("num_key_value_heads") or heads
     window = int(config.get("max_position_embeddings") or 0)
-    turned = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    stretch = float(turned.get("factor") or 1)
+    stretch = float(_turned(config).get("factor") or 1)
     if short := short_window(config):
         window, stretch = short, window / short
     more = (tied, plain(config), heads, key_heads, window, stretch)
     return Shapes(parameters, embeddings, layer, layers, *widths, *more)
 
 
+def _turned(config: dict) -> dict:
+    """How positions are turned; transformers 4 has another name for it."""
+    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+
+
 def short_window(config: dict) -> int:
     """Tokens up to which LongRoPE (Phi 3.5 and 4) turns as in short texts, where the window is longer; else 0."""
-    turned = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    turned = _turned(config)
     short = config.get("original_max_position_embeddings") or turned.get("original_max_position_embeddings") or 0
     return int(short) if "short_factor" in turned and short < (config.get("max_position_embeddings") or 0) else 0
 

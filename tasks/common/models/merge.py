@@ -22,11 +22,11 @@ LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 def has_weights(folder: Path) -> bool:
     """Whether ``folder`` is a whole model in transformers' form, with all the files that its index names."""
-    index, found = folder / "model.safetensors.index.json", {file.name for file in folder.glob("*.safetensors")}
+    index, found = folder / "model.safetensors.index.json", [file.name for file in folder.glob("*.safetensors")]
     if not (folder / "config.json").is_file() or not found:
         return False
     parts = read_json(index).get("weight_map")
-    return not index.exists() or (isinstance(parts, dict) and all(part in [*found] for part in parts.values()))
+    return not index.exists() or (isinstance(parts, dict) and all(part in found for part in parts.values()))
 
 
 def is_adapter(folder: Path) -> bool:

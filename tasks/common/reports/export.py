@@ -16,7 +16,7 @@ from verl_tasks.reports.overview import evaluations
 from verl_tasks.reports.run_report import Section, Table
 from verl_tasks.rewards.answers import number
 from verl_tasks.runs import launches
-from verl_tasks.runs.folder import UNREADABLE
+from verl_tasks.runs.folder import readable
 from verl_tasks.runs.run import Run
 from verl_tasks.runs.secrets import masked
 from verl_tasks.settings import ROOT, Command, Settings, SettingsError, artifacts
@@ -91,12 +91,8 @@ def export(s: Settings, command: Command, run_dir: Path, model: str) -> str:
             config = read_json(source / "adapter_config.json")
             write_json(partial / "adapter_config.json", config | {"base_model_name_or_path": base})
         shutil.copy2(s.reward_file, partial)
-        try:
+        with readable(run_dir):
             written = card(s, run_dir, output.name, base, licence(base, start), is_adapter(source))
-        except SettingsError:
-            raise
-        except UNREADABLE as error:  # a run may come from elsewhere
-            raise SettingsError(f"RUN={run_dir.name}: cannot be read ({type(error).__name__}: {error})") from error
         for name, text in written.items():
             write_text(partial / name, text)
     said = [f"written: {output}"]

@@ -22,7 +22,7 @@ from verl_tasks.process import errors_in_one_line
 from verl_tasks.reports.overview import HEADER, evaluations, health_of, row, started
 from verl_tasks.reports.samples import Sample, of_evaluation, of_step
 from verl_tasks.runs import launches
-from verl_tasks.runs.folder import UNREADABLE, all_runs, lineage, named
+from verl_tasks.runs.folder import all_runs, lineage, named, readable
 from verl_tasks.runs.health import newest_by_rule
 from verl_tasks.runs.run import Run, read_metrics, recorded
 from verl_tasks.runs.secrets import masked, masked_values
@@ -294,12 +294,8 @@ def page(run_dir: Path) -> str:
 def write(run_dir: Path) -> Path:
     """Write the report of a run and return its path."""
     path = artifacts() / "reports" / run_dir.parent.name / run_dir.name / "report.html"
-    try:
+    with readable(run_dir):
         text = page(run_dir)
-    except SettingsError:
-        raise
-    except UNREADABLE as error:  # a run may come from elsewhere
-        raise SettingsError(f"RUN={run_dir.name}: cannot be read ({type(error).__name__}: {error})") from error
     write_text(path, text)
     return path
 

@@ -306,14 +306,14 @@ def compare(answer: str, truth: str) -> tuple[bool, bool]:
     number, true = read_number(answer), read_number(truth)
     if number is not None and true is not None and not _computes(truth, r"[\d+\-*/^]"):
         return True, number == true and not _computes(answer, r"[\d^]|^-")  # 2x = 18 does not say 18
-    if (based := _BASED.fullmatch(tidy(truth).strip("$ "))) and based[2]:
-        given = _BASED.fullmatch(tidy(answer).strip("$ "))
-        return bool(given), bool(given) and given[1] == based[1] and given[2] in (None, based[2])
+    given, wanted = (tidy(text).strip("$ ") for text in (answer, truth))
+    if (based := _BASED.fullmatch(wanted)) and based[2]:
+        digits = _BASED.fullmatch(given)
+        return bool(digits), bool(digits) and digits[1] == based[1] and digits[2] in (None, based[2])
     if any(map(_is_no_formula, (answer, truth))):
         return False, False
-    if _LITERAL.fullmatch(said := tidy(truth).strip("$ ")):
-        given = tidy(answer).strip("$ ")
-        return bool(_LITERAL.fullmatch(given)), given.replace(" ", "") == said.replace(" ", "")
+    if _LITERAL.fullmatch(wanted):
+        return bool(_LITERAL.fullmatch(given)), given.replace(" ", "") == wanted.replace(" ", "")
     answer, truth = (re.sub(_FLOAT, r"\\times 10^{\1}", text) for text in (answer, truth))  # its e is not Euler's
     try:
         return _math_verify(answer, str(truth)[: 10 * MAX_ANSWER_CHARS])

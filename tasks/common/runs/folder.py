@@ -4,7 +4,8 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
@@ -18,6 +19,17 @@ from verl_tasks.text import one_line
 PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")  # names of tasks and runs
 # Errors of reading a folder whose files do not have our form.
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+
+
+@contextmanager
+def readable(run_dir: Path) -> Iterator[None]:
+    """Make SettingsError of what cannot be read in the folder of a run, which may come from elsewhere."""
+    try:
+        yield
+    except SettingsError:
+        raise
+    except UNREADABLE as error:
+        raise SettingsError(f"RUN={run_dir.name}: cannot be read ({type(error).__name__}: {error})") from error
 
 
 def record(

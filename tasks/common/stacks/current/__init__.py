@@ -6,6 +6,7 @@ How to install: docs/INSTALLATION.md. What makes it fast, measured: docs/GPU.md.
 import os
 
 from verl_tasks.machine import cluster
+from verl_tasks.machine.hardware import CUDA_GRAPHS
 from verl_tasks.machine.memory import PROMPTS_ONCE
 from verl_tasks.settings import Settings
 from verl_tasks.stacks import WHOLE_RESPONSES
@@ -64,10 +65,10 @@ def rl_overrides(s: Settings) -> list[str]:
     """LoRA: vLLM reads the base model itself. verl's default sends it first, gathered in float32 in RAM, and a tensor
     above its bucket of 2,048 MB (vocabulary x width of 7B and more) is never received (bucketed_weight_transfer.py).
 
-    One turn: CUDA graphs of decoding without torch.compile, which takes 16 s of a start and samples no faster
-    (docs/GPU.md). Where prompts come while others are answered, verl's default stays: the rest has no such graph."""
+    One turn: CUDA graphs without torch.compile, 16 s of a start. Where prompts come while others are answered, verl's
+    default stays: such a step has no graph of decoding."""
     overrides = ["actor_rollout_ref.rollout.load_format=auto"] if s.LORA_RANK else []
     if not s.multi_turn and s.ASYNC == "off":
-        graphs = "{mode:0,cudagraph_mode:FULL_DECODE_ONLY}"
-        overrides.append(f"+actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config={graphs}")
+        graphs = ",".join(f"{name}:{value}" for name, value in CUDA_GRAPHS.items())
+        overrides.append(f"+actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config={{{graphs}}}")
     return overrides
