@@ -24,7 +24,8 @@ EXTENSION_OF_0_11 = "verl_tasks.verl_plugins.verl_061.many_sequences.ManySequenc
 WINDOW = 4096  # tokens of a prompt in `make batch`, of a conversation in `make chat`
 LOGPROBS = 20  # vLLM's default limit (max_logprobs)
 CPU_SEQUENCES = 64  # that are sampled at once (docs/CPU.md)
-BATCHES = [1, 2, 4, 8, 16, 32, 64, *range(128, 1025, 128)]  # with a CUDA graph; 1,024: vLLM's limit on an H100
+# A CUDA graph for each of these batch sizes. 1,024: vLLM's limit on an H100.
+GRAPHS = CUDA_GRAPHS | {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, *range(128, 1025, 128)]}
 SKIPPED = Completion("", TOO_LONG, 0, 0.0)
 
 
@@ -156,7 +157,7 @@ class _Platform:
             return cls(cpu_dtype(), EXTENSION_OF_CPU, CPU_BLOCK_SIZE, chunked_prefill=False, sequences=CPU_SEQUENCES)
         if vllm.__version__.startswith("0.11.0"):  # graphs were never tried
             return cls("bfloat16", EXTENSION_OF_0_11)
-        return cls("bfloat16", EXTENSION, graphs=CUDA_GRAPHS | {"cudagraph_capture_sizes": BATCHES})
+        return cls("bfloat16", EXTENSION, graphs=GRAPHS)
 
 
 class VLLMEngine:
