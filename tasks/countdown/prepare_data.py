@@ -21,6 +21,11 @@ SYSTEM = (
     "Make the target from the numbers with + - * / and parentheses, each number once. "
     "Think in <think></think>, answer in <answer></answer>."
 )
+# Of three or four numbers: without it a 1.5B does not search (README.md).
+SEARCH = (
+    " For example, numbers 4, 6, 25 and target 49:\n<think>25*4=100, too large. 25+4=29, 29+6=35, no. 25*6=150, no. "
+    "4*6=24, 24+25=49, yes.</think>\n<answer>4*6+25</answer>"
+)
 PROMPT = "Numbers: {numbers}. Target: {target}."
 
 Term = tuple[Fraction, str]
@@ -97,7 +102,8 @@ def example(numbers: list[int], target: int) -> prepare.Example:
         demonstration = f"<think>{', '.join(steps)}</think>\n<answer>{expression}</answer>"
     prompt = PROMPT.format(numbers=", ".join(map(str, numbers)), target=target)
     key = f"{sorted(numbers)} {target}"
-    return prepare.Example(prompt, {"target": target, "numbers": numbers}, demonstration, SYSTEM, key=key)
+    system = SYSTEM + SEARCH if len(numbers) > 2 else SYSTEM
+    return prepare.Example(prompt, {"target": target, "numbers": numbers}, demonstration, system, key=key)
 
 
 def generate(settings) -> Iterator[prepare.Example]:

@@ -16,7 +16,7 @@ default ROLLOUT_N 16
 default MINI_BATCH_SIZE 32 # four updates a step
 default LR 3e-5 # in 20 steps with 1e-5 the policy hardly changed, with 5e-5 it gained less
 default LR_WARMUP 2 # Adam's first steps are its largest
-default MAX_PROMPT_LENGTH 128
+default MAX_PROMPT_LENGTH 256
 default MAX_RESPONSE_LENGTH 1024 # the longest demonstrations have about 1,060 tokens
 default MAX_TOKENS_PER_GPU 65536
 default GPU_MEMORY_UTILIZATION 0.3
