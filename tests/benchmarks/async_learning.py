@@ -1,7 +1,7 @@
 """What ASYNC does to learning: `python -m tests.benchmarks.async_learning off,colocate [ARGS]`.
 
 An experiment (launch/experiments.py) whose arms are forms of ASYNC: the same data, samples a step and SEEDS, JOBS at a
-time; then the differences of all metrics to the first form, paired by seed and prompt. The environment has the settings.
+time; then the differences of all metrics to the first form, paired by seed and prompt. Settings: from the environment.
 """
 
 import os
