@@ -12,6 +12,7 @@ from tasks.calculator.environment import Environment
 from verl_tasks.evaluation import tables
 from verl_tasks.evaluation.lenient import read, readings, reads_right
 from verl_tasks.evaluation.rollouts import SAMPLED, Rollout
+from verl_tasks.evaluation.statistics import Estimate
 from verl_tasks.evaluation.summary import by_prompt, differences, summarize
 
 COUNTDOWN = {"target": 17, "numbers": [8, 80, 89]}
@@ -105,6 +106,18 @@ def test_the_last_message_of_an_episode_is_read_leniently(last, finish, lenient,
     assert found.lenient is lenient
 
 
+def test_a_reward_that_raises_on_a_reading_is_asked_about_the_others():
+    """int("-") raises: all form had counted as skill."""
+
+    def score(source, text, truth, extra=None):
+        read = "####" in text
+        return {"score": 0.0, "acc": float(read and int(text.split("####")[1]) == int(truth)), "format": float(read)}
+
+    assert rollout("it makes 18", "18", score).lenient is True
+    assert rollout("it makes 17", "18", score).lenient is False
+    assert rollout('{"half": "an answer"} and so 18', "18", score).lenient is True
+
+
 def test_hostile_responses_take_no_long_time():
     before = time.process_time()
     for text in ("(" * 100_000, "<answer>" * 20_000, "{" * 100_000, "1+" * 50_000, "<think>" * 20_000, "$`*" * 30_000):
@@ -168,6 +181,12 @@ def test_without_a_lenient_reader_nothing_is_said_of_form():
     changes = differences(plain, plain)
     assert "lenient" not in changes and tables.parts(changes) == "" and "format_loss" not in summarize(plain)["metrics"]
     assert tables.answers({"base": {"metrics": {}}}) == ""
+
+
+def test_a_difference_that_is_nearly_0_has_no_sign():
+    for value in (-0.0004, -1e-17, 0.0004):
+        assert Estimate(value, -0.0004, 0.0004).signed() == "+0.000 [0.000, 0.000]"
+    assert Estimate(-20.04, -30.04, -0.04).signed() == "-20.0 [-30.0, 0.0]"
 
 
 def test_episodes_that_ran_out_of_time_are_named_beside_a_gain():

@@ -99,7 +99,10 @@ def read(rollouts: list[Rollout], compute_score: Callable | None, environment: t
 
 
 def _safely(response: str, right: Callable[[str], bool]) -> bool:
-    try:
-        return reads_right(response, right)
-    except Exception:  # on a reading, not on the response
-        return False
+    def safely_right(text: str) -> bool:
+        try:
+            return right(text)
+        except Exception:  # on a reading, not on the response
+            return False
+
+    return reads_right(response, safely_right)
