@@ -1,5 +1,6 @@
 """Health rules: on the metrics of real trainings (docs/results), and on such as each rule is about."""
 
+import math
 import time
 from dataclasses import replace
 
@@ -236,6 +237,16 @@ def test_a_policy_that_unlearns_falls():
     score = {step: {"critic/score/mean": value} for step, value in enumerate((0.4, 0.3, 0.09, 0.09, 0.11, 0.09), 1)}
     assert found(score) == []
     assert found(score | {step: {"critic/score/mean": 0.09} for step in (5, 6)}) == [("fall", 5), ("fall", 6)]
+
+
+def test_the_luck_of_a_few_prompts_is_no_best_step():
+    """Eight prompts a step, each right in all samples or in none, one of ten: steps differ by chance alone."""
+    lucky = [0.125, 0.0, 0.25, 0.375, 0.0, 0.125, 0.0, 0.0, 0.0, 0.125, 0.25, 0.0]
+    assert [rule for rule, _ in found(curve("critic/score/mean", lucky), 12, TRAIN_BATCH_SIZE=8)] == []
+    lost = curve("critic/score/mean", [0.6, 0.5, 0.6, 0.0, 0.0, 0.0])
+    assert found(lost, 6, TRAIN_BATCH_SIZE=8) == [("fall", 6)]
+    above_1 = curve("critic/score/mean", [4.0, 4.0, 4.0, 0.1, 0.1, 0.1], "critic/score/max", [math.nan] * 6)
+    assert ("fall", 6) in found(above_1, 6)  # a highest score that is not known
 
 
 def test_a_reward_that_may_be_negative_falls_from_its_worst_score_on():

@@ -31,6 +31,7 @@ TRUNCATED = 0.3  # share of the responses
 TRUNCATION_STEPS = 2  # in a row above it: after a short warm-up, the first update teaches the policy to end
 REWARD_STEPS = 3  # in a row with no reward at all, or little
 FALL = 0.25  # of the best mean reward before
+LUCK = 1.5  # standard errors of a step's mean, each prompt all right or all wrong: the best steps had luck too
 MEMORY_STEPS = 12  # in a row in which memory grows
 STEADY = 0.97  # correlation of memory and steps: what programs keep and give back goes up and down
 # Of what verl measures, and its limit, which the trainer adds (verl_plugins/trainer.py).
@@ -61,15 +62,16 @@ def findings(metrics: dict[int, dict], s: Settings) -> list[Finding]:
 
 
 def _in_order(metrics: dict[int, dict]) -> list[dict]:
-    """The rows of ``metrics`` in order of the steps, each with its ``step``, the ``best`` mean reward of the steps
-    before, and the ``lowest`` and ``highest`` score so far (0 and 1 are possible ones)."""
-    rows, best, lowest, highest = [], -math.inf, 0.0, 1.0
+    """The rows of ``metrics`` in order of the steps, each with its ``step``, the ``best`` mean reward of
+    REWARD_STEPS steps before, and the ``lowest`` and ``highest`` score so far (0 and 1 are possible ones)."""
+    rows, means, best, lowest, highest = [], [], -math.inf, 0.0, 1.0
     for step in sorted(metrics):
         row = metrics[step]
         lowest = min(lowest, row.get("critic/score/min", 0.0))
         highest = max(highest, row.get("critic/score/max", 1.0))
         rows.append(row | {"step": step, "best": best, "lowest": lowest, "highest": highest})
-        best = max(best, row.get("critic/score/mean", -math.inf))
+        means = [*means, row.get("critic/score/mean", -math.inf)][-REWARD_STEPS:]
+        best = max(best, mean(means))
     return rows
 
 
@@ -275,8 +277,10 @@ def _fall(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
     least = worst + FALL * (best - worst)
     if s.METHOD == "distill" or not worst < best < math.inf:
         return
+    luck = LUCK * math.sqrt(max(0.0, (best - worst) * (row["highest"] - best)) / s.TRAIN_BATCH_SIZE)
+    least = min(least, best - luck)
     if _for_steps(REWARD_STEPS, row, before, lambda each: each.get(key, best) < least):
-        where = f"{least:.3g}, the best step had {best:.3g}" if worst else f"a quarter of the best step's {best:.3g}"
+        where = f"{least:.3g}, the best ones had {best:.3g}"
         fell = f"reward {row[key]:.3g}, for {REWARD_STEPS} steps below {where}"
         yield f"{fell}: the policy has unlearned; lower LR or set LR_WARMUP=3, and start again"
 
