@@ -151,6 +151,7 @@ def test_an_episodes_cuts_are_named_by_their_own_variables():
 def samples(**counts) -> tuple[list[dict], list[int], list[bool]]:
     """``no_signal``'s arguments: so many samples of each kind, four of a prompt."""
     kinds = {"right": (1.0, 1.0, False), "wrong": (0.0, 1.0, False), "bad": (0.0, 0.0, False), "cut": (0.0, 0.0, True)}
+    kinds["long"] = (1.0, 1.0, True)  # right, and cut off after its answer
     found = [kinds[kind] for kind, count in counts.items() for _ in range(count)]
     scores = [{"score": acc, "acc": acc, "format": form} for acc, form, _ in found]
     return scores, [place // 4 for place in range(len(found))], [off for *_, off in found]
@@ -166,7 +167,15 @@ def samples(**counts) -> tuple[list[dict], list[int], list[bool]]:
         ({"wrong": 10, "cut": 54}, "raise SFT_STEPS=16, or raise MAX_RESPONSE_LENGTH"),
         ({"wrong": 10, "bad": 54}, "raise SFT_STEPS=16, or SFT_LR=0.0001"),
         ({"wrong": 64}, "raise SFT_STEPS=16, or take DIFFICULTY=easy"),
-        ({"right": 64}, "all 16 groups have one reward"),
+        (
+            {"right": 64},
+            "have one reward (all right): RL has nothing to learn from; raise TEMPERATURE or ROLLOUT_N, or take",
+        ),
+        (
+            {"long": 64},
+            "(all right): RL has nothing to learn from; raise TEMPERATURE or ROLLOUT_N, or take harder problems",
+        ),
+        ({"long": 40, "wrong": 24}, "one reward (24 wrong): "),
         ({"right": 4, "wrong": 60}, "all 16 groups have one reward"),
         ({"right": 1, "wrong": 63}, ""),
     ],

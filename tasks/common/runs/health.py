@@ -95,15 +95,16 @@ def no_signal(scores: list[dict], groups: list, cut: list[bool], s: Settings) ->
     right = sum(each["acc"] >= 1 for each in scores)
     if right and (s.ROLLOUT_N == 1 or s.METHOD == "ppo" or any(len(found) > 1 for found in of.values())):
         return ""
-    ends = Counter(end for each in scores for end in CUT if each.get(cut_key(end)))
+    lost = [(each, off) for each, off in zip(scores, cut, strict=True) if each["acc"] < 1]
+    off = sum(off for _, off in lost)
+    ends = Counter(end for each, _ in lost for end in CUT if each.get(cut_key(end)))
     if not ends:  # of single responses
-        ends = Counter({LENGTH: sum(cut)})
-    unread = sum(not readable(each) for each, off in zip(scores, cut, strict=True) if not off)
-    counts = {"cut off": sum(cut), "unreadable": unread}
-    counts["wrong"] = len(scores) - right - sum(counts.values())
+        ends = Counter({LENGTH: off})
+    counts = {"cut off": off, "unreadable": sum(not readable(each) for each, off in lost if not off)}
+    counts["wrong"] = len(lost) - sum(counts.values())
     worst = max(counts, key=counts.get)
     ways = {"cut off": remedy(ends.most_common(1)[0][0]), "unreadable": f"SFT_LR={s.SFT_LR:g}"}
-    way = ways.get(worst) or _easier(s)
+    way = ways.get(worst) or _easier(s) if lost else "take harder problems"
     said = ", ".join(f"{count} {name}" for name, count in counts.items() if count > 0)
     what = f"none of {len(scores)} samples is right" if not right else f"all {len(of)} groups have one reward"
     first = f"raise SFT_STEPS={s.SFT_STEPS}" if not right else "raise TEMPERATURE or ROLLOUT_N"
