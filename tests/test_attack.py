@@ -624,6 +624,19 @@ def test_what_is_right_is_no_partial_credit(s):
     assert not warns and "no thought: 1.000 (100% right)" in earns
 
 
+def test_a_first_row_whose_right_answer_is_empty_hides_no_partial_credit(s):
+    """No call expected, none made: what an empty response earns there is no measure for the other rows."""
+    truths = ["", *map(str, range(1, 12))]
+    found = [Row(f"call {truth}", truth, truth or "\n") for truth in truths]
+
+    def score(source, response, truth, extra=None):
+        right = float(response.strip() == truth)
+        return {"score": right or 0.6 * bool(response.strip()), "acc": right}
+
+    (_, (warning, warns)) = told(s, found, score)
+    assert warns and "a right answer 1.000" in warning
+
+
 def test_rows_without_demonstrations_tell_nothing(s):
     assert told(s, [Row("1", "1"), Row("2", "2")], compute_score) == []
 

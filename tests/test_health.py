@@ -1,5 +1,6 @@
 """Health rules: on the metrics of real trainings (docs/results), and on such as each rule is about."""
 
+import math
 import time
 from dataclasses import replace
 
@@ -150,6 +151,7 @@ def test_an_episodes_cuts_are_named_by_their_own_variables():
 def samples(**counts) -> tuple[list[dict], list[int], list[bool]]:
     """``no_signal``'s arguments: so many samples of each kind, four of a prompt."""
     kinds = {"right": (1.0, 1.0, False), "wrong": (0.0, 1.0, False), "bad": (0.0, 0.0, False), "cut": (0.0, 0.0, True)}
+    kinds["long"] = (1.0, 1.0, True)  # right, and cut off after its answer
     found = [kinds[kind] for kind, count in counts.items() for _ in range(count)]
     scores = [{"score": acc, "acc": acc, "format": form} for acc, form, _ in found]
     return scores, [place // 4 for place in range(len(found))], [off for *_, off in found]
@@ -165,7 +167,15 @@ def samples(**counts) -> tuple[list[dict], list[int], list[bool]]:
         ({"wrong": 10, "cut": 54}, "raise SFT_STEPS=16, or raise MAX_RESPONSE_LENGTH"),
         ({"wrong": 10, "bad": 54}, "raise SFT_STEPS=16, or SFT_LR=0.0001"),
         ({"wrong": 64}, "raise SFT_STEPS=16, or take DIFFICULTY=easy"),
-        ({"right": 64}, "all 16 groups have one reward"),
+        (
+            {"right": 64},
+            "have one reward (all right): RL has nothing to learn from; raise TEMPERATURE or ROLLOUT_N, or take",
+        ),
+        (
+            {"long": 64},
+            "(all right): RL has nothing to learn from; raise TEMPERATURE or ROLLOUT_N, or take harder problems",
+        ),
+        ({"long": 40, "wrong": 24}, "one reward (24 wrong): "),
         ({"right": 4, "wrong": 60}, "all 16 groups have one reward"),
         ({"right": 1, "wrong": 63}, ""),
     ],
@@ -228,12 +238,24 @@ def test_no_reward_counts_when_it_lasts_and_the_same_score_for_all_is_not_none()
     assert found({4: none, 5: none}) == [] and found({4: none, 5: none, 6: none})[0] == ("no_reward", 6)
     all_right = {"critic/score/min": 1.0, "critic/score/max": 1.0, "critic/score/mean": 1.0}
     assert found({step: all_right for step in (4, 5, 6)}) == []
+    right = none | {"answers/right": 1.0}  # -1 is for a wrong answer
+    assert found({step: right for step in range(1, 21)}) == []
 
 
 def test_a_policy_that_unlearns_falls():
     score = {step: {"critic/score/mean": value} for step, value in enumerate((0.4, 0.3, 0.09, 0.09, 0.11, 0.09), 1)}
     assert found(score) == []
     assert found(score | {step: {"critic/score/mean": 0.09} for step in (5, 6)}) == [("fall", 5), ("fall", 6)]
+
+
+def test_the_luck_of_a_few_prompts_is_no_best_step():
+    """Eight prompts a step, each right in all samples or in none, one of ten: steps differ by chance alone."""
+    lucky = [0.125, 0.0, 0.25, 0.375, 0.0, 0.125, 0.0, 0.0, 0.0, 0.125, 0.25, 0.0]
+    assert [rule for rule, _ in found(curve("critic/score/mean", lucky), 12, TRAIN_BATCH_SIZE=8)] == []
+    lost = curve("critic/score/mean", [0.6, 0.5, 0.6, 0.0, 0.0, 0.0])
+    assert found(lost, 6, TRAIN_BATCH_SIZE=8) == [("fall", 6)]
+    above_1 = curve("critic/score/mean", [4.0, 4.0, 4.0, 0.1, 0.1, 0.1], "critic/score/max", [math.nan] * 6)
+    assert ("fall", 6) in found(above_1, 6)  # a highest score that is not known
 
 
 def test_a_reward_that_may_be_negative_falls_from_its_worst_score_on():
@@ -273,10 +295,11 @@ def test_the_null_that_verl_writes_for_nan_is_found(tmp_path):
     assert (finding.rule, finding.step) == ("nan", 1) and "actor/grad_norm" in finding.text
 
 
-def test_a_thousand_steps_are_looked_through_at_once():
+def test_ten_thousand_steps_are_looked_through_at_once():
+    """The progress line does so at each step of a training."""
     before = time.process_time()
-    findings({step: FINE for step in range(1, 1001)}, SETTINGS)
-    assert time.process_time() - before < 2
+    findings({step: FINE for step in range(1, 10_001)}, SETTINGS)
+    assert time.process_time() - before < 4
 
 
 GROWS = range(20, 48, 2)  # fourteen steps
@@ -297,6 +320,13 @@ def test_memory_that_grows_to_its_limit_names_the_step_at_which_it_ends():
     assert memory(GROWS, "perf/cpu_memory_used_gb")  # verl 0.6.1's name
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_memory_that_is_no_number_is_unknown(value):
+    assert memory([*GROWS[:11], value], "perf/cpu_memory_used_gb") == []
+    grows = {step: {"perf/cpu_memory_used_gb": float(step), "perf/cpu_memory_limit_gb": value} for step in GROWS}
+    assert findings(grows, replace(SETTINGS, STEPS=1000)) == []
+
+
 def test_memory_that_does_not_grow_step_by_step_to_its_limit_is_fine():
     once, up_and_down = [20] * 7 + [60] * 7, [20, 30, 22, 32, 24, 34, 26, 36, 28, 38, 30, 40, 32]
     slowly = [20 + step / 100 for step in range(20)]
@@ -314,6 +344,8 @@ def curve(key: str, values: list[float], other: str = "", more: list[float] = ()
 
 def test_failed_programs_are_told():
     assert found({1: {"episode/failed": 0.25}, 2: {"episode/failed": 0.0}}) == [("failed", 1)]
+    (few,) = findings({1: FINE | {"episode/failed": 1 / 512}}, SETTINGS)
+    assert few.text.startswith("0.2% of the episodes")
 
 
 def test_a_reward_that_rises_without_right_answers_is_hollow():
@@ -338,6 +370,15 @@ def test_a_reward_of_more_than_1_and_a_start_that_is_nearly_always_right_are_not
     assert found(curve("critic/score/mean", form, "answers/right", [0.5] * 3 + [0.52] * 3), 6) == [("hollow", 6)]
 
 
+def test_a_reward_below_0_is_not_hollow_as_its_right_answers_rise():
+    """With -10 for a wrong answer 0.15 more right answers earn 1.5."""
+    row = {"critic/score/min": -10.0, "critic/score/max": 0.0}
+    reward = curve("critic/score/mean", [-9.0] * 3 + [-7.5] * 3, "answers/right", [0.1] * 3 + [0.25] * 3)
+    assert found({step: each | row for step, each in reward.items()}, 6) == []
+    form = {step: each | row | {"answers/right": 0.1} for step, each in reward.items()}
+    assert found(form, 6) == [("hollow", 6)]
+
+
 def test_what_changes_slowly_is_held_against_the_start_of_the_whole_training():
     """In fifty steps each of these changes too little for its rule."""
     slowly = [step / 200 for step in range(201)]
@@ -357,6 +398,15 @@ def test_responses_that_fall_to_a_fraction_are_told():
     assert found(curve("response_length/mean", [*lengths[:4], 99.0, 101.0, 99.0]), 7) == []
     cut_off = curve("response_length/mean", lengths, "response_length/clip_ratio", [0.5] * 3)
     assert found(cut_off, 7) == []  # it learned to end
+
+
+def test_an_episode_of_fewer_turns_is_no_shorter_thought():
+    lengths, few = [300.0] * 3 + [80.0] * 3, [8.0] * 3 + [2.0] * 3
+    assert found(curve("response_length/mean", lengths, "episode/turns", few), 6) == []
+    assert found(curve("response_length/mean", lengths, "episode/turns", [2.0] * 6), 6) == [("short", 6)]
+    cut_off = curve("response_length/mean", lengths, "episode/cut_turns", [0.6] * 3 + [0.0] * 3)
+    learned_to_end = found({step: row | {"episode/turns": 2.0} for step, row in cut_off.items()}, 6)
+    assert {rule for rule, _ in learned_to_end} == {"truncation"}
 
 
 def test_one_wrong_response_for_all_samples_is_told():

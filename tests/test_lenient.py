@@ -12,7 +12,9 @@ from tasks.calculator.environment import Environment
 from verl_tasks.evaluation import tables
 from verl_tasks.evaluation.lenient import read, readings, reads_right
 from verl_tasks.evaluation.rollouts import SAMPLED, Rollout
+from verl_tasks.evaluation.statistics import Estimate
 from verl_tasks.evaluation.summary import by_prompt, differences, summarize
+from verl_tasks.rewards.answers import last_answer
 
 COUNTDOWN = {"target": 17, "numbers": [8, 80, 89]}
 CALLS = {"calls": [{"name": "look", "arguments": {"at": 1}}], "tools": []}
@@ -67,6 +69,27 @@ def test_a_wrong_answer_is_wrong_for_a_lenient_reader_too(task, truth, response)
     assert found.reward["acc"] == 0 and found.lenient is False
 
 
+@pytest.mark.parametrize(
+    ("response", "lenient"),
+    [
+        ("Yes.", True),
+        ("(yes)", True),
+        ("Think.\nAnswer: **yes**.", True),
+        ("The answer is: yes", True),
+        ("The answer is not yes", False),
+        ("yes or no", False),
+        ("Answer: yes\nNo, it is no.", False),
+    ],
+)
+def test_a_word_is_an_answer_with_a_label_and_a_full_stop_too(response, lenient):
+    def exact(source, text, truth, extra=None):
+        said = last_answer(text)
+        right = float(said is not None and said.lower() == truth)
+        return {"score": right, "acc": right, "format": float(said is not None)}
+
+    assert rollout(response, "yes", exact).lenient is lenient
+
+
 def test_what_the_reward_can_read_is_left_to_the_reward():
     said = "8+89-80 = 17\n<answer>8+80+89</answer>"  # readable, and wrong: the other expression does not count
     assert rollout(said, COUNTDOWN, reward("countdown")).lenient is False
@@ -105,10 +128,30 @@ def test_the_last_message_of_an_episode_is_read_leniently(last, finish, lenient,
     assert found.lenient is lenient
 
 
+def test_a_reward_that_raises_on_a_reading_is_asked_about_the_others():
+    """int("-") raises: all form had counted as skill."""
+
+    def score(source, text, truth, extra=None):
+        read = "####" in text
+        return {"score": 0.0, "acc": float(read and int(text.split("####")[1]) == int(truth)), "format": float(read)}
+
+    assert rollout("it makes 18", "18", score).lenient is True
+    assert rollout("it makes 17", "18", score).lenient is False
+    assert rollout('{"half": "an answer"} and so 18', "18", score).lenient is True
+
+
 def test_hostile_responses_take_no_long_time():
     before = time.process_time()
-    for text in ("(" * 100_000, "<answer>" * 20_000, "{" * 100_000, "1+" * 50_000, "<think>" * 20_000, "$`*" * 30_000):
-        assert len(readings(text)) <= 7 and reads_right(text, lambda _: False) is False
+    for text in (
+        "(" * 100_000,
+        "<answer>" * 20_000,
+        "{" * 100_000,
+        "1+" * 50_000,
+        "<think>" * 20_000,
+        "$`*" * 30_000,
+        ": " * 50_000,
+    ):
+        assert len(readings(text)) <= 8 and reads_right(text, lambda _: False) is False
     assert time.process_time() - before < 3
 
 
@@ -168,6 +211,12 @@ def test_without_a_lenient_reader_nothing_is_said_of_form():
     changes = differences(plain, plain)
     assert "lenient" not in changes and tables.parts(changes) == "" and "format_loss" not in summarize(plain)["metrics"]
     assert tables.answers({"base": {"metrics": {}}}) == ""
+
+
+def test_a_difference_that_is_nearly_0_has_no_sign():
+    for value in (-0.0004, -1e-17, 0.0004):
+        assert Estimate(value, -0.0004, 0.0004).signed() == "+0.000 [0.000, 0.000]"
+    assert Estimate(-20.04, -30.04, -0.04).signed() == "-20.0 [-30.0, 0.0]"
 
 
 def test_episodes_that_ran_out_of_time_are_named_beside_a_gain():

@@ -103,10 +103,13 @@ def test_a_run_is_shown_with_curves_samples_findings_gpus_and_settings(run_dir, 
 def test_an_evaluation_has_what_the_training_began_with_as_its_step_0(run_dir, store):
     (file,) = (run_dir.parents[2] / "eval/countdown").glob("*/summary.json")
     change = {"difference": {"value": 0.5, "low": 0.4, "high": 0.6}, "p_value": 0.01, "test": "exact McNemar"}
-    paired = {"to": "start", "metrics": {"accuracy": change, "gone": change}}
+    paired = {"to": "start", "metrics": dict.fromkeys(["accuracy", "pass@1", "lenient", "format_loss"], change)}
     file.write_text(json.dumps(json.loads(file.read_text()) | {"paired": paired}))
     monitor.Follower(store).update()
     assert curve(store, "mine", "eval/accuracy") == [(0, 0.25), (3, 0.75)]
+    (alert,) = store.get_alerts("countdown")
+    assert (alert["title"], alert["step"]) == ("evaluation", 3)
+    assert "pass@1 +0.500 [0.400, 0.600]" in alert["text"] and "a gain of skill and a loss of form" in alert["text"]
 
 
 def test_validations_have_the_parts_of_the_reward_and_episodes_their_turns(run_dir, store):

@@ -115,7 +115,8 @@ def told(s: Settings, rows: list[Row], reward: Guarded, seconds: float = SECONDS
         return
     shown = [f"{each.policy}: {each.score:.3f} ({each.right:.0%} right)" for each in found]
     yield f"what guesses earn: {'; '.join(shown)}", False
-    known, low = start_score(s), reward.scores("", [0])[0].score
+    known, empty = start_score(s), [reward.scores("", [i])[0] for i in range(len(rows[:SOME]))]
+    low = min((each.score for each in empty if not each.problem), default=0.0)  # of some rows it may be right
     high = max(reward.scores(row.demonstration, [i])[0].score for i, row in enumerate(rows[:SOME]) if row.demonstration)
 
     thinks = any(THINKING.search(row.demonstration) for row in rows if row.demonstration)

@@ -20,6 +20,7 @@ from verl_tasks.rewards.math_answer import find_answer
 LONGEST = 200  # characters of an answer
 READ = 16_384  # characters of a response, the last ones
 _ARITHMETIC = re.compile(r"[0-9+\-*/() .]+")
+_LABEL = re.compile(r"(?i)^.*(?:\banswer is|:)\s+")
 _MARKUP = re.compile(r"</?\w{1,20}>|[*_`$#]+")
 
 
@@ -42,7 +43,9 @@ def _answers(response: str) -> Iterator[str]:
     if said:
         yield _arithmetic(said)
         line = _MARKUP.sub("", said.splitlines()[-1])
-        yield "" if re.search(r"\d\D+\d", line) else line  # of several numbers a reward may take the first
+        if not re.search(r"\d\D+\d", line):  # of several numbers a reward may take the first
+            yield line
+            yield _LABEL.sub("", line).strip(" .!()[]'\"")
 
 
 def _form(thought: str, answer: str) -> str:
@@ -50,7 +53,7 @@ def _form(thought: str, answer: str) -> str:
 
 
 def readings(response: str) -> list[str]:
-    """``response`` (with the ``<think>`` that its prompt opened) as a lenient reader understands it: at most seven
+    """``response`` (with the ``<think>`` that its prompt opened) as a lenient reader understands it: at most eight
     texts in the forms that rewards read, each with one answer."""
     end = response.lower().rfind("</think>")
     thought, response = response[: end + 8] + "\n" if end >= 0 else "", response[-READ:]
@@ -99,7 +102,10 @@ def read(rollouts: list[Rollout], compute_score: Callable | None, environment: t
 
 
 def _safely(response: str, right: Callable[[str], bool]) -> bool:
-    try:
-        return reads_right(response, right)
-    except Exception:  # on a reading, not on the response
-        return False
+    def safely_right(text: str) -> bool:
+        try:
+            return right(text)
+        except Exception:  # on a reading, not on the response
+            return False
+
+    return reads_right(response, safely_right)

@@ -19,11 +19,12 @@ class Estimate:
 
     def __str__(self) -> str:
         digits = 3 if max(abs(self.low), abs(self.high)) < 10 else 1
-        return f"{self.value:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
+        value, low, high = (f"{round(each, digits) + 0.0:.{digits}f}" for each in (self.value, self.low, self.high))
+        return f"{value} [{low}, {high}]"  # 0.0 is added: -0.0 has a sign
 
     def signed(self) -> str:
         """The same with a sign, for differences."""
-        return f"{'' if self.value < 0 else '+'}{self}"
+        return f"{'' if str(self).startswith('-') else '+'}{self}"
 
 
 def proportion(successes: int, total: int) -> Estimate:

@@ -17,6 +17,8 @@ from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 
+from verl_tasks.evaluation.summary import Difference
+from verl_tasks.evaluation.tables import outcome
 from verl_tasks.leftovers import interrupt_on_sigterm
 from verl_tasks.machine import hardware
 from verl_tasks.process import errors_in_one_line
@@ -32,7 +34,8 @@ SECONDS = 3  # between two looks at the runs
 # Of a step's rollouts, a validation, an evaluation, so many samples are shown.
 SAMPLES = {"rollouts": 8, "validation": 256, "eval": 256}
 LONGEST, MOST_TURNS = 8000, 64  # characters of a text, texts of an episode
-LEVELS = {"nan": "error", "collapse": "error"}
+EVALUATION = "evaluation"  # told among the findings
+LEVELS = {"nan": "error", "collapse": "error", EVALUATION: "info"}
 FINDING, GPU = "finding", "gpu"  # parts of a run; the others are metrics
 
 
@@ -51,10 +54,12 @@ def look(run_dir: Path, shown: dict) -> dict[tuple, dict]:
     for step, file, summary in evaluations(run_dir):
         values = {name: each["value"] for name, each in summary["metrics"].items()}
         now["evaluation", step] = {f"eval/{name}": value for name, value in values.items()}
-        for name, each in summary.get("paired", {}).get("metrics", {}).items():  # with what the training began with
-            if name in values:
-                start = now.setdefault(("evaluation", 0), {})
-                start.setdefault(f"eval/{name}", values[name] - each["difference"]["value"])
+        changes = {name: Difference.read(each) for name, each in summary.get("paired", {}).get("metrics", {}).items()}
+        for name in filter(values.__contains__, changes):  # with what the training began with
+            start = now.setdefault(("evaluation", 0), {})
+            start.setdefault(f"eval/{name}", values[name] - changes[name].difference.value)
+        if said := outcome("trained - start", {"trained": summary}, changes):
+            now[FINDING, step, EVALUATION] = {"text": "; ".join(said)}
         if (rollouts := file.with_name("rollouts.jsonl")).is_file():
             key = ("eval", step, file.parent.name, rollouts.stat().st_mtime_ns)
             now[key] = shown.get(key) or _traces("eval", of_evaluation(rollouts), step)

@@ -31,6 +31,7 @@ TRUNCATED = 0.3  # share of the responses
 TRUNCATION_STEPS = 2  # in a row above it: after a short warm-up, the first update teaches the policy to end
 REWARD_STEPS = 3  # in a row with no reward at all, or little
 FALL = 0.25  # of the best mean reward before
+LUCK = 1.5  # standard errors of a step's mean, each prompt all right or all wrong: the best steps had luck too
 MEMORY_STEPS = 12  # in a row in which memory grows
 STEADY = 0.97  # correlation of memory and steps: what programs keep and give back goes up and down
 # Of what verl measures, and its limit, which the trainer adds (verl_plugins/trainer.py).
@@ -56,16 +57,29 @@ class Finding:
 
 def findings(metrics: dict[int, dict], s: Settings) -> list[Finding]:
     """Findings in ``metrics`` (``runs.read_metrics``: by step) of a training with ``s``, in order of the steps."""
-    steps = sorted(metrics)
-    return [found for index in range(len(steps)) for found in _at_last(steps[: index + 1], metrics, s)]
+    rows = _in_order(metrics)
+    return [found for index in range(len(rows)) for found in _at_last(rows[: index + 1], s)]
 
 
-def _at_last(steps: list[int], metrics: dict[int, dict], s: Settings) -> Iterator[Finding]:
-    """Findings at the last of ``steps``, given the others."""
-    *before, row = (metrics[step] for step in steps)
-    row = row | {"step": steps[-1]}
+def _in_order(metrics: dict[int, dict]) -> list[dict]:
+    """The rows of ``metrics`` in order of the steps, each with its ``step``, the ``best`` mean reward of
+    REWARD_STEPS steps before, and the ``lowest`` and ``highest`` score so far (0 and 1 are possible ones)."""
+    rows, means, best, lowest, highest = [], [], -math.inf, 0.0, 1.0
+    for step in sorted(metrics):
+        row = metrics[step]
+        lowest = min(lowest, row.get("critic/score/min", 0.0))
+        highest = max(highest, row.get("critic/score/max", 1.0))
+        rows.append(row | {"step": step, "best": best, "lowest": lowest, "highest": highest})
+        means = [*means, row.get("critic/score/mean", -math.inf)][-REWARD_STEPS:]
+        best = max(best, mean(means))
+    return rows
+
+
+def _at_last(rows: list[dict], s: Settings) -> Iterator[Finding]:
+    """Findings at the last of ``rows``, given the others."""
+    *before, row = rows
     for name in HEALTH_RULES:
-        yield from (Finding(name, steps[-1], text) for text in globals()[f"_{name}"](row, before, s))
+        yield from (Finding(name, row["step"], text) for text in globals()[f"_{name}"](row, before, s))
 
 
 class AbortedError(RuntimeError):
@@ -81,15 +95,16 @@ def no_signal(scores: list[dict], groups: list, cut: list[bool], s: Settings) ->
     right = sum(each["acc"] >= 1 for each in scores)
     if right and (s.ROLLOUT_N == 1 or s.METHOD == "ppo" or any(len(found) > 1 for found in of.values())):
         return ""
-    ends = Counter(end for each in scores for end in CUT if each.get(cut_key(end)))
+    lost = [(each, off) for each, off in zip(scores, cut, strict=True) if each["acc"] < 1]
+    off = sum(off for _, off in lost)
+    ends = Counter(end for each, _ in lost for end in CUT if each.get(cut_key(end)))
     if not ends:  # of single responses
-        ends = Counter({LENGTH: sum(cut)})
-    unread = sum(not readable(each) for each, off in zip(scores, cut, strict=True) if not off)
-    counts = {"cut off": sum(cut), "unreadable": unread}
-    counts["wrong"] = len(scores) - right - sum(counts.values())
+        ends = Counter({LENGTH: off})
+    counts = {"cut off": off, "unreadable": sum(not readable(each) for each, off in lost if not off)}
+    counts["wrong"] = len(lost) - sum(counts.values())
     worst = max(counts, key=counts.get)
     ways = {"cut off": remedy(ends.most_common(1)[0][0]), "unreadable": f"SFT_LR={s.SFT_LR:g}"}
-    way = ways.get(worst) or _easier(s)
+    way = ways.get(worst) or _easier(s) if lost else "take harder problems"
     said = ", ".join(f"{count} {name}" for name, count in counts.items() if count > 0)
     what = f"none of {len(scores)} samples is right" if not right else f"all {len(of)} groups have one reward"
     first = f"raise SFT_STEPS={s.SFT_STEPS}" if not right else "raise TEMPERATURE or ROLLOUT_N"
@@ -105,7 +120,7 @@ def stop_without_signal(run_dir: Path, reason: str) -> NoReturn:
 def aborted_by(metrics: dict[int, dict], s: Settings) -> Finding | None:
     """The finding that ends a training: of a rule in ABORT_ON, at the last step of ``metrics``."""
     chosen = s.ABORT_ON.split(",")
-    found = _at_last(sorted(metrics), metrics, s) if metrics else ()
+    found = _at_last(_in_order(metrics), s) if metrics else ()
     return next((each for each in found if each.rule in chosen), None)
 
 
@@ -215,13 +230,15 @@ def _easier(s: Settings) -> str:
     return "take easier problems" if s.DIFFICULTY == "easy" else "take DIFFICULTY=easy"
 
 
-def _truncation(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
-    def shares(each: dict) -> dict[str, float]:
-        return {end: each.get(f"episode/{cut_key(end)}", 0.0) for end in CUT}
+def _cuts(row: dict) -> dict[str, float]:
+    """The shares of the episodes that each of CUT ended."""
+    return {end: row.get(f"episode/{cut_key(end)}", 0.0) for end in CUT}
 
+
+def _truncation(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
     if "episode/turns" in row:
-        if _for_steps(TRUNCATION_STEPS, row, before, lambda each: sum(shares(each).values()) > TRUNCATED):
-            cuts = sorted(((share, end) for end, share in shares(row).items() if share), reverse=True)
+        if _for_steps(TRUNCATION_STEPS, row, before, lambda each: sum(_cuts(each).values()) > TRUNCATED):
+            cuts = sorted(((share, end) for end, share in _cuts(row).items() if share), reverse=True)
             parts = ", ".join(f"{share:.0%} by {CUT[end]}={getattr(s, CUT[end])} ({end})" for share, end in cuts)
             yield f"episodes are cut off: {parts}; {remedy(cuts[0][1])}, or {_warm_up(s)}"
         return
@@ -241,12 +258,12 @@ def _truncation(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
 def _failed(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
     if share := row.get("episode/failed", 0):
         why = "why is in the training's log; of a program, in programs-*.log beside it"
-        yield f"{share:.0%} of the episodes failed, without a score of their program or environment; {why}"
+        yield f"{share:.1%} of the episodes failed, without a score of their program or environment; {why}"
 
 
 def _no_reward(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
     def none(each: dict) -> bool:
-        return each.get("critic/score/min") == each.get("critic/score/max") == 0
+        return each.get("critic/score/min") == each.get("critic/score/max") == 0 and not each.get("answers/right")
 
     if s.METHOD != "distill" and _for_steps(REWARD_STEPS, row, before, none):
         yield (
@@ -257,13 +274,14 @@ def _no_reward(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
 
 def _fall(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
     key = "critic/score/mean"
-    best = max((each.get(key, -math.inf) for each in before), default=-math.inf)
-    worst = min(0.0, *(each.get("critic/score/min", 0.0) for each in [*before, row]))  # a score may be negative
+    best, worst = row["best"], row["lowest"]  # a score may be negative
     least = worst + FALL * (best - worst)
     if s.METHOD == "distill" or not worst < best < math.inf:
         return
+    luck = LUCK * math.sqrt(max(0.0, (best - worst) * (row["highest"] - best)) / s.TRAIN_BATCH_SIZE)
+    least = min(least, best - luck)
     if _for_steps(REWARD_STEPS, row, before, lambda each: each.get(key, best) < least):
-        where = f"{least:.3g}, the best step had {best:.3g}" if worst else f"a quarter of the best step's {best:.3g}"
+        where = f"{least:.3g}, the best ones had {best:.3g}"
         fell = f"reward {row[key]:.3g}, for {REWARD_STEPS} steps below {where}"
         yield f"{fell}: the policy has unlearned; lower LR or set LR_WARMUP=3, and start again"
 
@@ -272,7 +290,7 @@ def _memory(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
     rows = [*before[-MEMORY_STEPS:], row][-MEMORY_STEPS:]
     for what, (key, limit) in MEMORIES.items():
         used = [each.get(f"actor/{key}", each.get(key)) for each in rows]
-        if len(used) < MEMORY_STEPS or None in used or limit not in row:
+        if len(used) < MEMORY_STEPS or None in used or not all(map(math.isfinite, [*used, row.get(limit, math.nan)])):
             continue
         if len(set(used)) == 1 or correlation(range(MEMORY_STEPS), used) < STEADY:
             continue
@@ -294,8 +312,8 @@ def _ends(key: str, rows: list[dict]) -> tuple[float, float]:
 def _hollow(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
     rows = [*before, row]
     (first, last), (wrong, right) = (_ends(key, rows) for key in ("critic/score/mean", "answers/right"))
-    # A right answer earns 1, or the best score where that is more. Where nearly all are right, few can become so.
-    rise = (last - first) / max(1.0, *(each.get("critic/score/max", 1.0) for each in rows))
+    # A right answer earns 1, or what the scores span where that is more. Where nearly all are right, few can become so.
+    rise = (last - first) / (row["highest"] - row["lowest"])
     if rise > RISE and right - wrong < EXPLAINED * min(rise, 1 - wrong):
         yield (
             f"reward rose from {first:.3g} to {last:.3g}, right answers from {wrong:.1%} to {right:.1%}: the policy "
@@ -304,13 +322,20 @@ def _hollow(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
 
 
 def _short(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
-    key, rows = "response_length/mean", [*before, row]
-    first, cut = _ends(key, rows)[0], _ends("response_length/clip_ratio", rows)[0]
+    def of(each: dict) -> dict[str, float]:  # an episode of fewer turns may think as much in each
+        length = each.get("response_length/mean", math.nan) / max(1.0, each.get("episode/turns", 1.0))
+        cut = sum(_cuts(each).values()) if "episode/turns" in each else each.get("response_length/clip_ratio", math.nan)
+        return {"length": length, "cut": cut}
+
+    start = [*before, row][:FIRST]
+    first, cut = (mean(of(each)[key] for each in start) for key in ("length", "cut"))
     # Where many were cut off at the start, the policy has to learn to end.
-    if not cut > TRUNCATED and _for_steps(FIRST, row, before, lambda each: each.get(key, first) < SHORT * first):
+    long = len(before) + 1 >= 2 * FIRST and not cut > TRUNCATED
+    if long and _for_steps(FIRST, row, before, lambda each: of(each)["length"] < SHORT * first):
         yield (
-            f"responses of {row[key]:.0f} tokens in the mean, {first:.0f} at the start: the policy no longer thinks, "
-            "or works nothing out; look at the rollouts, run make attack, lower LR or set KL_COEF"
+            f"{'turns' if 'episode/turns' in row else 'responses'} of {of(row)['length']:.0f} tokens in the mean, "
+            f"{first:.0f} at the start: the policy no longer thinks, or works nothing out; look at the rollouts, run "
+            "make attack, lower LR or set KL_COEF"
         )
 
 
