@@ -30,8 +30,9 @@ FINE = {
 GOOD = [f"h200-{name}" for name in ("countdown-grpo", "gsm8k-grpo", "tool_calling-grpo", "countdown-dpo")]
 
 
-# What unlearned its task, and what learned to guess without a thought.
-BAD = {"h100-char_count": {"fall"}, "h200-countdown-1.5b-guess": {"short"}}
+# What unlearned its task, what learned to guess without a thought, and what was soon sure of wrong answers.
+BAD = {"h100-char_count": {"fall"}, "h200-countdown-1.5b-guess": {"short", "narrow"}}
+BAD |= {"h200-countdown-1.5b-shown": {"narrow"}}
 
 
 def real(name: str, machine: str = "h200") -> dict[int, dict]:
@@ -407,6 +408,14 @@ def test_an_episode_of_fewer_turns_is_no_shorter_thought():
     cut_off = curve("response_length/mean", lengths, "episode/cut_turns", [0.6] * 3 + [0.0] * 3)
     learned_to_end = found({step: row | {"episode/turns": 2.0} for step, row in cut_off.items()}, 6)
     assert {rule for rule, _ in learned_to_end} == {"truncation"}
+
+
+def test_a_policy_that_is_sure_of_wrong_answers_is_told():
+    entropies = [0.40, 0.38, 0.42, 0.1, 0.039, 0.039, 0.039]
+    assert found(curve("actor/entropy", entropies, "answers/right", [0.7] * 7), 7) == [("narrow", 7)]
+    assert found(curve("actor/entropy", [*entropies[:4], 0.039, 0.041, 0.039], "answers/right", [0.7] * 7), 7) == []
+    assert found(curve("actor/entropy", entropies, "answers/right", [0.9] * 7), 7) == []  # it may be sure
+    assert found(curve("actor/entropy", entropies), 7) == []  # of a reward without right answers nothing is known
 
 
 def test_one_wrong_response_for_all_samples_is_told():

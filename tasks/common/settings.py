@@ -25,7 +25,7 @@ from verl_tasks.stages import STAGES, stage_of
 from verl_tasks.visible_gpus import check_visible, visible_gpus
 
 HEALTH_RULES = ("nan", "collapse", "kl", "spike", "mismatch", "zero_variance", "truncation", "no_reward", "fall")
-HEALTH_RULES += ("memory", "hollow", "short", "alike", "failed")
+HEALTH_RULES += ("memory", "hollow", "short", "alike", "narrow", "failed")
 # MiB that a driver leaves free of a GPU: A100 (SXM 80 GB, PCIe 40 GB), H100 and H200 SXM, A10, L40S.
 GPU_MIB = {"a100": 80_000, "a100-40g": 40_000, "h100": 80_000, "h200": 142_000, "a10": 22_500, "l40s": 45_000}
 STACKS = sorted(path.parent.name for path in (PACKAGE / "stacks").glob("*/__init__.py"))

@@ -41,6 +41,7 @@ FIRST = 3  # steps whose mean is the start; as many are the end
 RISE, EXPLAINED = 0.1, 0.2  # of the mean reward; the least share of it that right answers must rise by
 SHORT = 1 / 3  # of the start's response length
 ALIKE = 0.5  # share of the prompts
+NARROW, SURE = 0.1, 0.8  # of the start's entropy; the share of right answers from which on a policy may be sure of them
 
 
 @dataclass(frozen=True)
@@ -345,4 +346,15 @@ def _alike(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
         yield (
             f"of {row[key]:.0%} of the prompts all samples are the same wrong response: nothing new is tried; start "
             "again from an earlier step with a lower LR or KL_COEF, or raise TEMPERATURE"
+        )
+
+
+def _narrow(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
+    key = "actor/entropy"
+    first = _ends(key, [*before, row])[0]
+    unsure = row.get("answers/right", 1.0) < SURE
+    if unsure and _for_steps(FIRST, row, before, lambda each: each.get(key, first) < NARROW * first):
+        yield (
+            f"entropy {row[key]:.3f}, {first:.3g} at the start, with {row['answers/right']:.1%} right: the samples of a "
+            "prompt become alike, and soon there is nothing to learn from; lower LR, set KL_COEF, or raise TEMPERATURE"
         )
