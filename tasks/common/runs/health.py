@@ -355,6 +355,6 @@ def _narrow(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
     unsure = row.get("answers/right", 1.0) < SURE
     if unsure and _for_steps(FIRST, row, before, lambda each: each.get(key, first) < NARROW * first):
         yield (
-            f"entropy {row[key]:.3f}, {first:.3g} at the start, with {row['answers/right']:.1%} right: the samples of a "
-            "prompt become alike, and soon there is nothing to learn from; lower LR, set KL_COEF, or raise TEMPERATURE"
+            f"entropy {row[key]:.3f}, {first:.3g} at the start, with {row['answers/right']:.1%} right: the samples of "
+            "a prompt become alike, which leaves nothing to learn from; lower LR, set KL_COEF, or raise TEMPERATURE"
         )
