@@ -15,7 +15,7 @@ from verl_tasks.rows import DataError, chat, rl_row, rl_schema, write_parquet
 from verl_tasks.settings import SettingsError
 
 LOADERS = ("from_pretrained", "from_config")
-STATED = ("trust_remote_code=False", "**LOADED", "**EAGER", "**how")  # names of arguments that have it
+STATED = ("trust_remote_code=False", "**EAGER", "**how")  # names of arguments that have it
 WITHOUT = ("PeftModel", "GenerationConfig")  # they load no code
 
 

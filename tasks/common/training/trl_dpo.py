@@ -49,7 +49,7 @@ from verl_tasks.training.verl_config import micro_batch
 torch.serialization.register_package(0, lambda _: None, lambda storage, place: storage if place == "cpu:0" else None)
 
 # How a model is loaded. Without an attention transformers takes the one of config.json, which it may not know.
-LOADED = {"dtype": "float32", "attn_implementation": "sdpa", "trust_remote_code": False}
+LOADED = {"dtype": "float32", "attn_implementation": "sdpa"}
 EVALUATIONS = 4  # on the held-out pairs, the last one after the last step
 
 
@@ -275,7 +275,7 @@ def policy(start: str):
     """START for TRL: its name, or the adapter on its base, both in fp32."""
     if not is_adapter(Path(start)):
         return start
-    base = AutoModelForCausalLM.from_pretrained(base_of(Path(start)), **LOADED)
+    base = AutoModelForCausalLM.from_pretrained(base_of(Path(start)), trust_remote_code=False, **LOADED)
     return PeftModel.from_pretrained(base, start, is_trainable=True)
 
 
