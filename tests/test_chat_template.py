@@ -176,7 +176,7 @@ def test_an_answer_goes_on_where_the_prompt_ended(tokenizer, response, opened, l
 
 
 def test_transformers_does_not_speak_of_spaces(tokenizer, caplog):
-    """It warns where a tokenizer, as SmolLM2's or Llama 3's, asks to clean up spaces, which a BPE's text does not get."""
+    """It warns where a tokenizer, as SmolLM2's, asks to clean up spaces, which the text of a BPE does not get."""
     import logging
 
     from transformers.utils import logging as theirs

@@ -60,9 +60,9 @@ def test_numbers_of_an_own_file_may_be_texts_or_have_a_point(kind):
         {"target": kind(11), "numbers": [kind(number) for number in TRUTH["numbers"]]},
         "<think>5*3=15</think>",
     )
-    for given in (truth, json.dumps(truth)):
-        assert compute_score("countdown", f"{thought}<answer>5*3-4</answer>", given)["score"] == 1.0
-        assert compute_score("countdown", f"{thought}<answer>3+4+5</answer>", given)["score"] == 0.1
+    for stored in (truth, json.dumps(truth)):
+        assert compute_score("countdown", f"{thought}<answer>5*3-4</answer>", stored)["score"] == 1.0
+        assert compute_score("countdown", f"{thought}<answer>3+4+5</answer>", stored)["score"] == 0.1
     with pytest.raises(RewardError, match="Invalid literal for Fraction: 'eleven'"):
         compute_score("countdown", f"{thought}<answer>5*3-4</answer>", TRUTH | {"target": "eleven"})
 
