@@ -391,7 +391,8 @@ def test_an_answer_that_is_no_text_is_what_a_cell_of_csv_has_for_it(rendered):
 
 
 def test_an_exact_text_is_the_same_however_its_accents_are_stored(rendered):
-    home = next(rendered[name] for name in NAMES if NAMES[name].items() >= {"reward": "exact", "source": "file"}.items())
+    chosen = {"reward": "exact", "source": "file"}.items()
+    home = next(rendered[name] for name in NAMES if NAMES[name].items() >= chosen)
     score = module_of(home, "reward").compute_score
     texts = ("Caf\u00e9 noir", "cafe\u0301  noir")
     for truth, answer in itertools.product(texts, texts):

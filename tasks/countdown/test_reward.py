@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from tasks.countdown import evaluate as evaluation
 from tasks.countdown.prepare_data import problems
 from tasks.countdown.reward import compute_score
-from verl_tasks import check_examples, last_answer
-from verl_tasks.rewards.answers import RewardError
+from verl_tasks import answers, check_examples, last_answer
 
 TRUTH = {"target": 11, "numbers": [3, 4, 5]}
 
@@ -63,7 +62,7 @@ def test_numbers_of_an_own_file_may_be_texts_or_have_a_point(kind):
     for stored in (truth, json.dumps(truth)):
         assert compute_score("countdown", f"{thought}<answer>5*3-4</answer>", stored)["score"] == 1.0
         assert compute_score("countdown", f"{thought}<answer>3+4+5</answer>", stored)["score"] == 0.1
-    with pytest.raises(RewardError, match="Invalid literal for Fraction: 'eleven'"):
+    with pytest.raises(answers.RewardError, match="Invalid literal for Fraction: 'eleven'"):
         compute_score("countdown", f"{thought}<answer>5*3-4</answer>", TRUTH | {"target": "eleven"})
 
 
