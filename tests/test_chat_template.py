@@ -173,3 +173,20 @@ def test_a_demonstration_learns_its_answer_alone(tmp_path, tokenizer):
 def test_an_answer_goes_on_where_the_prompt_ended(tokenizer, response, opened, learned):
     tokenizer.eos_token = "<|im_start|>"  # the template's end of a turn, not the tokenizer's end of a text
     assert tokenizer.decode(answer_ids(tokenizer, response, opened)) == learned
+
+
+def test_transformers_does_not_speak_of_spaces(tokenizer, caplog):
+    """It warns where a tokenizer, as SmolLM2's, asks to clean up spaces, which the text of a BPE does not get."""
+    import logging
+
+    from transformers.utils import logging as theirs
+
+    changed = copy.deepcopy(tokenizer)
+    changed.clean_up_tokenization_spaces = True
+    getattr(logging.Logger.warning_once, "cache_clear", lambda: None)()
+    theirs.get_logger("transformers").addHandler(caplog.handler)
+    try:
+        assert not opens_thinking(changed, prompt_ids(changed, [{"role": "user", "content": "hi"}]))
+    finally:
+        theirs.get_logger("transformers").removeHandler(caplog.handler)
+    assert caplog.messages == []

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import subprocess
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -256,6 +257,60 @@ def test_rescore_refuses_a_file_without_rollouts_in_one_line(workplace, tmp_path
     assert result.returncode == 1
     (line,) = result.stdout.strip().splitlines()
     assert line.startswith("error:") and said in line and str(file) in line
+
+
+STORED = {"mode": "sampled", "response": TRUTH, "finish_reason": "stop", "tokens": 3, "entropy": 0.5}
+STORED |= {"prompt": chat("p"), "data_source": "countdown", "ground_truth": TRUTH, "extra_info": {}, "reward": None}
+JUNK = [
+    None,
+    True,
+    -1,
+    10**30,
+    1.5,
+    math.nan,
+    math.inf,
+    "",
+    "x",
+    [],
+    [1],
+    [{}],
+    {},
+    {"key": [1]},
+    {"acc": "1"},
+    {"acc": 1},
+]
+
+
+@pytest.mark.parametrize(
+    "name", sorted({*STORED, "index", "sample", "error", "messages", "lenient"} - {"ground_truth"})
+)
+def test_rescore_of_a_file_that_was_edited_by_hand_is_done_or_names_the_line(workplace, tmp_path, name):
+    """Whatever stands in a field: it is scored, or refused in one line, and nothing is written."""
+    file, refused, rows = tmp_path / "r.jsonl", [], [STORED | {"index": i, "sample": 0} for i in (0, 1)]
+    written = workplace.artifacts / "eval"
+    for value in JUNK:
+        file.write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[1] | {name: value}]))
+        result = workplace.run("rescore", ROLLOUTS=str(file))
+        if result.returncode:
+            (line,) = result.stdout.strip().splitlines()
+            assert f"error: {file}: line 3: {name} must be" in line or (name == "prompt" and "has two texts" in line), (
+                line
+            )
+            assert not written.exists()
+            refused.append(value)
+        shutil.rmtree(written, ignore_errors=True)
+    assert refused
+    file.write_text(json.dumps({key: value for key, value in rows[0].items() if key != name}) + "\n")
+    result = workplace.run("rescore", ROLLOUTS=str(file))
+    assert name in ("error", "messages", "lenient") or "line 1: is not a rollout" in error_line(result)
+
+
+def test_rescore_refuses_two_greedy_responses_of_a_prompt_and_json_without_an_end(workplace, tmp_path):
+    file, row = tmp_path / "r.jsonl", STORED | {"index": 0, "mode": "greedy"}
+    file.write_text("".join(json.dumps(row | {"sample": sample}) + "\n" for sample in (0, 1)))
+    assert "line 2: sample must be 0 for a greedy response" in error_line(workplace.run("rescore", ROLLOUTS=str(file)))
+    file.write_text("[" * 100_000 + "\n")
+    assert "line 1: is not a rollout" in error_line(workplace.run("rescore", ROLLOUTS=str(file)))
 
 
 # ---- probe

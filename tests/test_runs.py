@@ -19,7 +19,7 @@ from verl_tasks.launch.rounds import check_training
 from verl_tasks.models.merge import merge, whole_folder
 from verl_tasks.process import StageFailed
 from verl_tasks.runs import launches
-from verl_tasks.runs.folder import find_run, lineage, record, rl_run, rounds, settings_of, sft_dir
+from verl_tasks.runs.folder import find_run, lineage, named, record, rl_run, rounds, settings_of, sft_dir
 from verl_tasks.runs.run import Run, ends_run, export
 from verl_tasks.runs.validation import WHOLE, learned
 from verl_tasks.settings import Command, SettingsError, load_settings
@@ -253,6 +253,24 @@ def test_an_unknown_run_is_refused_with_those_there_are(settings):
     make_run(settings, "mine")
     with pytest.raises(SettingsError, match=r"RUN=yours: no such run with a checkpoint in .*; there are: mine"):
         find_run(replace(settings, RUN="yours"), [])
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (lambda whole: whole[:-9], "holds no JSON object"),
+        (lambda whole: f"[{whole}]", "holds no JSON object"),
+        (lambda whole: whole.replace('"kind": "rl"', '"kind": 7'), "needs the texts"),
+        (lambda whole: whole.replace('"SEED": ', '"SEED": "x", "S": '), "SEED=x: has a wrong type"),
+    ],
+)
+def test_a_run_whose_record_is_broken_is_told_from_one_that_is_not_there(settings, text, why):
+    make_run(settings, "mine")
+    file = make_run(settings, "broken") / "settings.json"
+    file.write_text(text(file.read_text()))
+    for find in (lambda: find_run(replace(settings, RUN="broken"), []), lambda: named("broken", settings.TASK)):
+        with pytest.raises(SettingsError, match=f"RUN=broken: {file} is no record of a run: .*{why}"):
+            find()
 
 
 def test_a_run_without_a_checkpoint_is_none(settings):

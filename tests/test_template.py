@@ -390,6 +390,16 @@ def test_an_answer_that_is_no_text_is_what_a_cell_of_csv_has_for_it(rendered):
         assert examples[0] == examples[1]
 
 
+def test_an_exact_text_is_the_same_however_its_accents_are_stored(rendered):
+    chosen = {"reward": "exact", "source": "file"}.items()
+    home = next(rendered[name] for name in NAMES if NAMES[name].items() >= chosen)
+    score = module_of(home, "reward").compute_score
+    texts = ("Caf\u00e9 noir", "cafe\u0301  noir")
+    for truth, answer in itertools.product(texts, texts):
+        assert score("t", f"<answer>{answer}</answer>", truth)["score"] == 1.0
+    assert score("t", "<answer>cafe noir</answer>", texts[0])["score"] == 0.1
+
+
 @pytest.mark.parametrize("reward", sorted({c["reward"] for c in ACCEPTED if c["source"] == "generate"}))
 @pytest.mark.parametrize("stack", STACKS)
 def test_a_generator_makes_as_many_problems_as_its_defaults_ask_for(reward, stack, rendered):

@@ -1,6 +1,7 @@
 """Countdown's reward, after a thought that calculates: 1.0 correct, 0.1 the given numbers; else 0.0 (README.md)."""
 
 from collections import Counter
+from fractions import Fraction
 
 from verl_tasks import answers, expression, last_answer, parse_expression, read_ground_truth, reward_function
 
@@ -11,19 +12,19 @@ VARIANTS = ("thought", "ladder")
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, variant="thought", **kwargs) -> dict:
     """Score one response.
 
-    ``ground_truth`` is ``{"target": int, "numbers": [int, ...]}`` or that as JSON text. ``variant`` (the setting
-    REWARD): "thought" pays only after a thought that calculates: 1.0 for a correct answer, 0.1 for exactly the given
-    numbers; "ladder" pays 1.0, 0.3 and 0.1 for any expression, thought or not. Returns the same keys for every row:
-    ``score``; ``acc`` (correct, thought or not), ``format`` (a well-formed expression), ``numbers`` (each given number
-    exactly once, no other) and ``thinking`` (a true calculation with given numbers) in {0.0, 1.0}.
+    ``ground_truth`` is ``{"target": int, "numbers": [int, ...]}``, texts in place of numbers too, or that as JSON text.
+    ``variant`` (the setting REWARD): "thought" pays only after a thought that calculates: 1.0 for a correct answer, 0.1
+    for exactly the given numbers; "ladder" pays 1.0, 0.3 and 0.1 for any expression, thought or not. Returns the same
+    keys for every row: ``score``; ``acc`` (correct, thought or not), ``format`` (a well-formed expression), ``numbers``
+    (each given number exactly once, no other) and ``thinking`` (a true calculation with given numbers) in {0.0, 1.0}.
     """
     truth = read_ground_truth(ground_truth)
     answer = last_answer(solution_str)
     parsed = parse_expression(answer) if answer else None
     well_formed = parsed is not None
-    given = Counter(truth["numbers"])
+    given, target = Counter(map(Fraction, truth["numbers"])), Fraction(truth["target"])
     right_numbers = well_formed and Counter(parsed[1]) == given
-    correct = right_numbers and parsed[0] == truth["target"]
+    correct = right_numbers and parsed[0] == target
     thinking = any(Counter(used) <= given for used in expression.calculations(answers.thought(solution_str)))
     if variant == "ladder":
         score = 1.0 if correct else 0.3 if right_numbers else 0.1 if well_formed else 0.0

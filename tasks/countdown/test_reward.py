@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tasks.countdown import evaluate as evaluation
 from tasks.countdown.prepare_data import problems
 from tasks.countdown.reward import compute_score
-from verl_tasks import check_examples, last_answer
+from verl_tasks import answers, check_examples, last_answer
 
 TRUTH = {"target": 11, "numbers": [3, 4, 5]}
 
@@ -51,6 +51,19 @@ def test_examples_get_the_scores_that_they_state():
 )
 def test_score(response, score):
     assert compute_score("countdown", response, TRUTH)["score"] == score
+
+
+@pytest.mark.parametrize("kind", [str, float, lambda number: f" {number}.0"])
+def test_numbers_of_an_own_file_may_be_texts_or_have_a_point(kind):
+    truth, thought = (
+        {"target": kind(11), "numbers": [kind(number) for number in TRUTH["numbers"]]},
+        "<think>5*3=15</think>",
+    )
+    for stored in (truth, json.dumps(truth)):
+        assert compute_score("countdown", f"{thought}<answer>5*3-4</answer>", stored)["score"] == 1.0
+        assert compute_score("countdown", f"{thought}<answer>3+4+5</answer>", stored)["score"] == 0.1
+    with pytest.raises(answers.RewardError, match="Invalid literal for Fraction: 'eleven'"):
+        compute_score("countdown", f"{thought}<answer>5*3-4</answer>", TRUTH | {"target": "eleven"})
 
 
 def test_a_guess_earns_nothing_and_a_thought_does():

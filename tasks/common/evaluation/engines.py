@@ -116,7 +116,7 @@ def stop_ids(model: str) -> list[int]:
     try:
         ends = GenerationConfig.from_pretrained(model).eos_token_id
     except OSError:  # the model has no generation_config.json
-        ends = AutoConfig.from_pretrained(model).to_dict().get("eos_token_id")
+        ends = AutoConfig.from_pretrained(model, trust_remote_code=False).to_dict().get("eos_token_id")
     return ends if isinstance(ends, list) else [] if ends is None else [ends]
 
 
@@ -126,7 +126,8 @@ def _kind(model: str) -> list | None:
 
     if is_adapter(Path(model)):
         return None
-    config, tokenizer = AutoConfig.from_pretrained(model).to_dict(), AutoTokenizer.from_pretrained(model)
+    config = AutoConfig.from_pretrained(model, trust_remote_code=False).to_dict()
+    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     # vLLM ends an answer at stop_ids and the tokenizer's; verl writes the tokenizer's into the config as well.
     ends = ("bos_token_id", "eos_token_id", "pad_token_id")
     for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", *ends):

@@ -10,7 +10,7 @@ from pathlib import Path
 from verl_tasks import errors
 from verl_tasks.ends import TOO_LONG
 from verl_tasks.files import written_beside
-from verl_tasks.rewards.answers import JudgeError
+from verl_tasks.rewards.answers import JudgeError, number
 from verl_tasks.rows import DataError
 from verl_tasks.text import one_line
 
@@ -65,7 +65,22 @@ class Rollout:
     lenient: bool | None = None
 
 
-FIELDS = {f.name for f in fields(Rollout)}
+FIELDS = tuple(f.name for f in fields(Rollout))
+TEXT = ("text", lambda value: isinstance(value, str))
+WHOLE = ("a whole number from 0 on", lambda value: type(value) is int and 0 <= value < 2**31)
+MESSAGES = ("a list of objects", lambda value: isinstance(value, list) and all(isinstance(m, dict) for m in value))
+# What a field must be, in words, and whether it is. The ground truth is the reward's to read.
+FORMS: dict[str, tuple[str, Callable]] = {
+    **dict.fromkeys(("response", "finish_reason", "data_source", "error"), TEXT),
+    **dict.fromkeys(("index", "sample", "tokens"), WHOLE),
+    **dict.fromkeys(("prompt", "messages"), MESSAGES),
+    "mode": (f"{GREEDY} or {SAMPLED}", lambda value: value in (GREEDY, SAMPLED)),
+    # NaN is what a model with broken logits has.
+    "entropy": ("a number or null", lambda value: value is None or value != value or number(value) is not None),
+    "extra_info": ("an object, its key a text", lambda value: isinstance(value.get("key") or "", str)),
+    "reward": ("null or an object of numbers", lambda value: value is None or None not in map(number, value.values())),
+    "lenient": ("true, false or null", lambda value: value in (True, False, None)),
+}
 
 
 def scored(row: dict, index: int, mode: str, sample: int, completion: Completion, compute_score: Callable) -> Rollout:
@@ -113,20 +128,33 @@ def read_rollouts(path: Path) -> tuple[list[Rollout], int]:
         raise DataError(f"{path}: no such file of rollouts")
     rollouts, cut = [], 0
     with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, 1):
+        for place, line in enumerate(file, 1):
             if not line.endswith("\n"):  # each line is written with its end: this one was not finished
                 cut = 1
                 break
             try:
                 record = json.loads(line)
-                rollout = Rollout(**{name: value for name, value in record.items() if name in FIELDS})
-                if not isinstance(rollout.index, int) or not isinstance(rollout.response, str):
-                    raise TypeError
-                rollouts.append(rollout)
-            except (ValueError, TypeError, AttributeError):
+                values = {name: value for name, value in record.items() if name in FIELDS}
+                rollout = Rollout(**values)
+            except (ValueError, TypeError, AttributeError, RecursionError):
                 what = f"is not a rollout (an object with {', '.join(FIELDS)})"
-                raise DataError(f"{path}: line {number}: {what}") from None
+                raise DataError(f"{path}: line {place}: {what}") from None
+            if problem := _problem(values):
+                raise DataError(f"{path}: line {place}: {problem}")
+            rollouts.append(rollout)
     return rollouts, cut
+
+
+def _problem(values: dict) -> str:
+    """What of a rollout's ``values``, which a hand may have edited, no report can read; empty if there is nothing."""
+    for name, (what, is_so) in FORMS.items():
+        try:
+            right = name not in values or is_so(values[name])
+        except (AttributeError, TypeError):
+            right = False
+        if not right:
+            return f"{name} must be {what}"
+    return "sample must be 0 for a greedy response" if values["mode"] == GREEDY and values["sample"] else ""
 
 
 def dumped(file: Path) -> Iterator[dict | None]:

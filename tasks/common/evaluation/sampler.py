@@ -48,7 +48,7 @@ def sample(engine, job: Job, out: Path, missing: list[Request], scoring: Scoring
         if scoring.environment:
             from transformers import AutoTokenizer
 
-            tokenizer = AutoTokenizer.from_pretrained(base_model(job.model))
+            tokenizer = AutoTokenizer.from_pretrained(base_model(job.model), trust_remote_code=False)
             stage = episodes.Stage(engine, tokenizer, job.sampling, job.episode, scoring.environment)
             return episodes.play_all(stage, rows, missing, write)
         # Threads, as verl scores: a judge is asked about the samples of a prompt at once.

@@ -172,7 +172,7 @@ def main(name: str, file: str) -> None:
     s = load_settings()
     tokenizer = load_tokenizer(name)
     dtype = getattr(torch, stack(s.STACK).DTYPE)
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False)
     start, rows = time.time() - psutil.Process().create_time(), lengths(s, tokenizer)
     decode, together = timed_sampling(model, 1), timed_sampling(model, CPU_SEQUENCES)
     learned = timed_update(model, round(mean(rows.whole)), round(mean(rows.said)), dtype)

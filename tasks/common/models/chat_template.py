@@ -83,7 +83,8 @@ def _after_answer(tokenizer, messages: list[dict], tools: list[dict] | None = No
 
 def opens_thinking(tokenizer, ids: list[int]) -> bool:
     """Whether the prompt ``ids`` ends in ``<think>``, so that the response starts inside the block."""
-    return tokenizer.decode(ids[-8:]).rstrip().endswith("<think>")
+    # Without the argument transformers tells users of spaces that a BPE tokenizer does not clean up.
+    return tokenizer.decode(ids[-8:], clean_up_tokenization_spaces=False).rstrip().endswith("<think>")
 
 
 def answer_ids(tokenizer, response: str, think_opened: bool = False, ended: bool = True) -> list[int]:

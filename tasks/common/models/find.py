@@ -99,7 +99,7 @@ def loaded(auto, what: str, variable: str, model: str):
     is run. Raises SettingsError."""
     path = resolve_whole(variable, model)
     try:
-        return auto.from_pretrained(path)
+        return auto.from_pretrained(path, trust_remote_code=False)  # None asks whether to run its code
     except Exception as error:
         raise SettingsError(f"{variable}={model}: its {what}: {one_line(str(error), 200)}") from error
 
@@ -168,8 +168,9 @@ def embedded_model(variable: str = "MODEL") -> Path:
     cached = {name: functools.cache(getattr(gguf, name)) for name in ("GGUFReader", "get_tensor_name_map")}
     with folder_beside(folder) as partial, mock.patch.multiple(gguf, **cached):
         with contextlib.redirect_stderr(io.StringIO()):  # progress bars over 272 tensors
-            tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-            model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.bfloat16)
+            how = {"gguf_file": source.name, "trust_remote_code": False}
+            tokenizer = AutoTokenizer.from_pretrained(source.parent, **how)
+            model = AutoModelForCausalLM.from_pretrained(source.parent, **how, dtype=torch.bfloat16)
             model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
     return folder

@@ -156,13 +156,14 @@ def merge_adapter(adapter: Path, base: str, target: Path) -> Path:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype="float32"), adapter)
+        whole = AutoModelForCausalLM.from_pretrained(base, dtype="float32", trust_remote_code=False)
+        model = PeftModel.from_pretrained(whole, adapter)
     except Exception as error:
         raise SettingsError(f"{adapter}: is not an adapter of {base}: {' '.join(str(error).split())[:200]}") from error
     note = {"adapter": str(adapter), "base": base, "lost_in_bfloat16": lost_in_bfloat16(model)}
     with folder_beside(target) as partial:
         model.merge_and_unload().save_pretrained(partial)
-        AutoTokenizer.from_pretrained(base).save_pretrained(partial)
+        AutoTokenizer.from_pretrained(base, trust_remote_code=False).save_pretrained(partial)
         write_json(partial / "merge.json", note)
     return target
 

@@ -60,10 +60,11 @@ def write(folder: Path, target: Path, seed: int) -> int:
     logging.set_verbosity_error()
     files = {file for pattern in SMALL_FILES for file in folder.glob(pattern) if file.name != "config.json"}
     try:
-        config = small(AutoConfig.from_pretrained(folder, local_files_only=True), head=HEAD, heads=HEADS)
+        whole = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = small(whole, head=HEAD, heads=HEADS)
         with torch.random.fork_rng(), folder_beside(target) as partial:
             torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
             with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
                 model.save_pretrained(partial)
             for file in files - {file for pattern in WEIGHTS for file in folder.glob(pattern)}:
@@ -88,7 +89,7 @@ def teach(folder: Path, demonstrations: list[tuple[list[int], list[int]]], seed:
 
     with torch.random.fork_rng(), contextlib.redirect_stderr(io.StringIO()):  # a progress bar
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
         ids = padded([ids for ids, _ in demonstrations])
         there = padded([[1] * len(ids) for ids, _ in demonstrations])
         learned = padded([mask for _, mask in demonstrations])[:, 1:].bool()

@@ -108,9 +108,8 @@ def _folders(task: str) -> list[Path]:
 def named(name: str, task: str = "") -> Path:
     """The run called ``name``, of ``task`` if given. Raises SettingsError with the nearest names."""
     runs = [run for run in all_runs(task) if run.name == name]
-    files = (artifacts() / "runs").glob(f"{task or '*'}/{name}/settings.json") if PLAIN.fullmatch(name) else ()
-    if not runs and (broken := next(iter(files), None)):
-        raise SettingsError(f"RUN={name}: {broken} is no record of a run: {record_problem(read_json(broken))}")
+    if not runs:
+        _check_records(name, task)
     if len(runs) == 1:
         return runs[0]
     if runs:
@@ -118,6 +117,13 @@ def named(name: str, task: str = "") -> Path:
     near = difflib.get_close_matches(name, {run.name for run in all_runs(task)})
     hint = f"is it {' or '.join(near)}? " if near else ""
     raise SettingsError(f"RUN={name}: no such run in {artifacts() / 'runs' / task}; {hint}`make runs` lists all")
+
+
+def _check_records(name: str, task: str = "") -> None:
+    """Raise SettingsError where a settings.json of the run ``name`` is not a record."""
+    for run, why in broken_runs(task).items():
+        if run.name == name:
+            raise SettingsError(f"RUN={name}: {run / 'settings.json'} is no record of a run: {why}")
 
 
 def more_training(s: Settings, run: Run | None) -> list[tuple[str, str]]:
@@ -148,6 +154,7 @@ def find_run(s: Settings, arguments: list[str], model_given: str = "") -> Run | 
     runs = {run.folder: run for run in sorted(runs, key=_rank) if run.steps}
     if s.RUN:
         if s.runs_dir / s.RUN not in runs:
+            _check_records(s.RUN, s.TASK)
             known = ", ".join(folder.name for folder in runs) or "none"
             raise SettingsError(f"RUN={s.RUN}: no such run with a checkpoint in {s.runs_dir}; there are: {known}")
         return runs[s.runs_dir / s.RUN]

@@ -170,6 +170,8 @@ def record_problem(made: dict) -> str:
 
     Checks only the form: another version may have variables and values that this one does not know.
     """
+    if not made:
+        return "holds no JSON object"
     texts, settings, arguments = [made.get(n) for n in PARTS], made.get("settings"), made.get("arguments")
     texts.append(made.get("base", ""))  # an older version's has none
     if not all(isinstance(text, str) for text in texts) or made["kind"] not in ("rl", "sft"):

@@ -275,7 +275,7 @@ def policy(start: str):
     """START for TRL: its name, or the adapter on its base, both in fp32."""
     if not is_adapter(Path(start)):
         return start
-    base = AutoModelForCausalLM.from_pretrained(base_of(Path(start)), **LOADED)
+    base = AutoModelForCausalLM.from_pretrained(base_of(Path(start)), trust_remote_code=False, **LOADED)
     return PeftModel.from_pretrained(base, start, is_trainable=True)
 
 

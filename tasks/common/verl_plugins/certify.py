@@ -18,6 +18,7 @@ from pathlib import Path
 
 import yaml
 
+from verl_tasks.data.prepare import load_tokenizer
 from verl_tasks.evaluation import certify as checks
 from verl_tasks.evaluation.certify import FAILED, Chat, Check, Played, Turn
 from verl_tasks.evaluation.engine_pool import Hardware
@@ -134,7 +135,7 @@ def policy_of(model: str):
     from transformers import AutoModelForCausalLM
 
     device, dtype = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", cpu_dtype())
-    policy = AutoModelForCausalLM.from_pretrained(base_model(model), dtype=dtype)
+    policy = AutoModelForCausalLM.from_pretrained(base_model(model), dtype=dtype, trust_remote_code=False)
     if is_adapter(Path(model)):
         from peft import PeftModel
 
@@ -158,9 +159,7 @@ def trainer_log_probs(model: str, turns: list[Turn]) -> list[tuple[Turn, list[fl
 
 def certified(s: Settings, model: str, engine_of: Callable[[], object]) -> list[Check]:
     """All checks; ``engine_of`` starts evaluation's engine. Where the template refuses a chat, that check alone."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(base_model(model))
+    tokenizer = load_tokenizer(base_model(model), weights=False)
     rows = list(read_rows(s.train_file, s.LIMIT or None))
     try:
         pairs = scripted(s, s.LIMIT or None)

@@ -52,6 +52,7 @@ VOCABULARY, SPECIAL = 128, 32  # special tokens are among the last
 TEMPERATURE = 0.7
 TOKENS = 64  # of a pass: more than one
 CRITICS = AutoModelForTokenClassification._model_mapping
+EAGER = {"dtype": torch.float32, "attn_implementation": "eager", "trust_remote_code": False}
 NATS, RELATIVE = 1e-3, 1e-3  # float32 is within 1e-5; what was seen wrong is from 0.05 on
 
 
@@ -59,14 +60,14 @@ def write_small(values: dict, target: Path) -> dict[str, float]:
     """Write a small random model of the config with ``values``, without its ``noise``, which is returned. Raises what
     transformers raises."""
     (target / "config.json").write_text(json.dumps(values))
-    config = small(AutoConfig.from_pretrained(target, local_files_only=True), vocabulary=VOCABULARY)
+    config = small(AutoConfig.from_pretrained(target, trust_remote_code=False), vocabulary=VOCABULARY)
     found = noise(config)
     for name in found:
         part, _, own = name.rpartition(".")
         setattr(operator.attrgetter(part)(config) if part else config, own, 0.0)
     kind = get_hf_auto_model_class(config) if config.architectures else AutoModelForCausalLM
     torch.manual_seed(0)
-    model = kind.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    model = kind.from_config(config, **EAGER)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):  # zero at first: one that a path leaves out would not show
@@ -187,9 +188,9 @@ def of_engine(folder: Path, path: dict) -> tuple[torch.Tensor, dict[str, torch.T
 
 def of_plain(folder: Path) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The same of transformers' eager model, which sees one sequence at a time."""
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     kind = get_hf_auto_model_class(config)
-    model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").train()
+    model = kind.from_pretrained(folder, **EAGER).train()
     found = []
     for row, prompt in zip(sequences(), PROMPTS, strict=True):
         logits = model(input_ids=row[None], use_cache=False).logits[0, prompt - 1 : -1].float() / TEMPERATURE
@@ -211,9 +212,9 @@ def of_critic(folder: Path, path: dict) -> tuple[torch.Tensor, dict[str, torch.T
 
 def of_plain_critic(folder: Path, weights: dict[str, torch.Tensor]) -> torch.Tensor:
     """The values of transformers' eager model with those ``weights``, which sees one sequence at a time."""
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     config.num_labels, config.classifier_dropout, config.hidden_dropout = 1, 0.0, "0"
-    plain = AutoModelForTokenClassification.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    plain = AutoModelForTokenClassification.from_config(config, **EAGER).eval()
     plain.load_state_dict(weights)
     with torch.no_grad():
         return torch.cat([plain(input_ids=row[None], use_cache=False).logits[0, :, 0] for row in sequences()])
@@ -249,7 +250,7 @@ def _check_liger(folder: Path) -> None:
     """Raise ValueError for a family without kernels, which verl would train without them and without a word."""
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
-    kind = AutoConfig.from_pretrained(folder).model_type
+    kind = AutoConfig.from_pretrained(folder, trust_remote_code=False).model_type
     if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise ValueError(f"liger-kernel has no kernels for {kind}")
 
@@ -287,7 +288,7 @@ def compared(values: dict, paths: dict[str, dict], critic: bool, liger: bool = F
             right = of_plain(folder)
         except Exception as error:  # a family may fail anywhere
             return {"unknown": _line(error)}
-        if critic and type(config := AutoConfig.from_pretrained(folder)) not in CRITICS:
+        if critic and type(config := AutoConfig.from_pretrained(folder, trust_remote_code=False)) not in CRITICS:
             return {
                 "refused": f"METHOD=ppo needs a critic, and transformers has no token classifier of {config.model_type}"
             }
