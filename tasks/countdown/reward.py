@@ -1,7 +1,6 @@
 """Countdown's reward, after a thought that calculates: 1.0 correct, 0.1 the given numbers; else 0.0 (README.md)."""
 
 from collections import Counter
-from fractions import Fraction
 
 from verl_tasks import answers, expression, last_answer, parse_expression, read_ground_truth, reward_function
 
@@ -22,7 +21,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, vari
     answer = last_answer(solution_str)
     parsed = parse_expression(answer) if answer else None
     well_formed = parsed is not None
-    given, target = Counter(map(Fraction, truth["numbers"])), Fraction(truth["target"])
+    given, target = Counter(map(expression.as_number, truth["numbers"])), expression.as_number(truth["target"])
     right_numbers = well_formed and Counter(parsed[1]) == given
     correct = right_numbers and parsed[0] == target
     thinking = any(Counter(used) <= given for used in expression.calculations(answers.thought(solution_str)))

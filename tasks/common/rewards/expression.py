@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from verl_tasks.rewards.answers import in_ascii
 
-__all__ = ["MAX_DIGITS", "calculations", "parse_expression"]  # for tasks
+__all__ = ["MAX_DIGITS", "as_number", "calculations", "parse_expression"]  # for tasks
 
 MAX_EXPRESSION_CHARS = 200
 # A number has up to 9 digits on each side of its point, an expression up to 100 numbers: exact fractions stay small.
@@ -20,6 +20,11 @@ _SIGNS = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 
 MOST_STEPS, READ = 20, 2000  # calculations that are looked at, and the last characters of their text
 _STEP = re.compile(r"([0-9(][0-9+*/() -]{2,80}?)= ?(\(?-?[0-9]{1,9}(?:/[0-9]{1,9})?\)?)(?![0-9])")
+
+
+def as_number(value) -> int | float:
+    """A number of the ground truth, which an own file may have as a text of digits. Raises ValueError for another."""
+    return int(value) if isinstance(value, str) else value
 
 
 def calculations(text: str) -> Iterator[list[Fraction]]:
