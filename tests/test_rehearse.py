@@ -229,7 +229,7 @@ def test_what_is_played_differs_from_the_real_run_only_in_what_is_made_smaller(p
     s, texts = real(profile, stack)
     given = rehearse.given_variables(s, texts, tmp_path / "model", tmp_path)
     assert given.pop("ARTIFACTS") == str(tmp_path)
-    played = load_settings(given)
+    played = load_settings(given | {"GIVEN": " ".join(given)})  # as make tells what its command line has
     changed = {name for name, value in vars(played).items() if value != getattr(s, name)}
     assert changed <= {*rehearse.smaller(s), *rehearse.NOT_PLAYED, "MODEL", "STACK"}
     assert (played.STACK, played.N_GPUS, played.STEPS) == ("cpu", 1, 2)
@@ -243,7 +243,8 @@ def test_every_method_has_settings_that_can_be_played(method, tmp_path):
     own = {"TEACHER": "some/teacher"} if method == "distill" else {"KL_COEF": "0.01"}
     s, texts = real(None, "current", METHOD=method, INIT="sft", TP="2", N_GPUS="2", LR_WARMUP="2", **own)
     given = rehearse.given_variables(s, texts, tmp_path / "model", tmp_path)
-    played = load_settings({name: value for name, value in given.items() if name != "ARTIFACTS"})
+    assert given.pop("ARTIFACTS") == str(tmp_path)
+    played = load_settings(given | {"GIVEN": " ".join(given)})
     same = own | {"METHOD": method} | ({"TEACHER": str(tmp_path / "teacher")} if method == "distill" else {})
     assert {name: str(getattr(played, name)) for name in same} == same and played.TP == 1
     assert (method != "ppo") == played.LR_WARMUP  # of ppo's two steps one is the critic's

@@ -26,7 +26,17 @@ from verl_tasks.launch import needs, stand_ins
 from verl_tasks.launch.task import load_reward
 from verl_tasks.models import thin
 from verl_tasks.rows import DataError
-from verl_tasks.settings import COMPLETE, ROOT, Command, Settings, SettingsError, artifacts, load_settings, values_of
+from verl_tasks.settings import (
+    COMPLETE,
+    OF_EPISODES,
+    ROOT,
+    Command,
+    Settings,
+    SettingsError,
+    artifacts,
+    load_settings,
+    values_of,
+)
 
 STEPS, SAVED, SFT_STEPS = "2", 1, 2  # RL steps, the one whose checkpoint is resumed, steps of the warm-up
 ROWS, TEST, DEV, EVALUATED = 512, 16, 4, 4  # at most: training, test and dev prompts, prompts of the evaluation
@@ -141,7 +151,7 @@ def given_variables(s: Settings, texts: Mapping[str, str], model: Path, folder: 
     ``texts``: the settings ``s`` as they were written."""
     played = dict(texts) | smaller(s)
     played |= {"MODEL": str(model), "STACK": "cpu"} | ({"TEACHER": str(folder / "teacher")} if s.TEACHER else {})
-    for name in NOT_PLAYED:
+    for name in {*NOT_PLAYED, *(() if s.multi_turn else OF_EPISODES)}:
         played.pop(name)
     given = {"TASK": s.TASK, "STACK": "cpu"}
     while True:  # one value may change the defaults of others
