@@ -66,8 +66,16 @@ def readings(response: str) -> list[str]:
 
 
 def reads_right(response: str, right: Callable[[str], bool]) -> bool:
-    """Whether a reading of ``response`` is ``right``, and not because an answer that says nothing would be too."""
-    return any(map(right, readings(response))) and not right(_form("", "-"))
+    """Whether a reading of ``response`` is ``right``, and not because an answer that says nothing would be too. A
+    reading on which ``right`` raises is not right."""
+
+    def safely(text: str) -> bool:
+        try:
+            return right(text)
+        except Exception:
+            return False
+
+    return any(map(safely, readings(response))) and not safely(_form("", "-"))
 
 
 def read(rollouts: list[Rollout], compute_score: Callable | None, environment: type | None) -> list[Rollout]:
@@ -89,23 +97,13 @@ def read(rollouts: list[Rollout], compute_score: Callable | None, environment: t
             def right(text: str) -> bool:
                 return compute_score(rollout.data_source, text, rollout.ground_truth, later).get("acc", 0) > 0
 
-            return _safely(with_opened_thinking(rollout.response, extra), right)
+            return reads_right(with_opened_thinking(rollout.response, extra), right)
         *before, last = [each["content"] for each in rollout.messages if each["role"] == "assistant"] or [""]
         row = {"prompt": rollout.prompt, "data_source": rollout.data_source, "extra_info": extra}
         row |= {"reward_model": {"ground_truth": rollout.ground_truth}}
         ended = rollout.finish_reason == DONE and not hasattr(environment, "at_once")  # a program: it takes seconds
-        return ended and _safely(
+        return ended and reads_right(
             last, lambda text: replayed(environment, row, [*before, text], spare=True)[0] >= SUCCESS
         )
 
     return [replace(r, lenient=of(r)) if r.lenient is None and r.reward is not None else r for r in rollouts]
-
-
-def _safely(response: str, right: Callable[[str], bool]) -> bool:
-    def safely_right(text: str) -> bool:
-        try:
-            return right(text)
-        except Exception:  # on a reading, not on the response
-            return False
-
-    return reads_right(response, safely_right)

@@ -323,18 +323,21 @@ def _hollow(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
 
 
 def _short(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
-    def of(each: dict) -> dict[str, float]:  # an episode of fewer turns may think as much in each
-        length = each.get("response_length/mean", math.nan) / max(1.0, each.get("episode/turns", 1.0))
-        cut = sum(_cuts(each).values()) if "episode/turns" in each else each.get("response_length/clip_ratio", math.nan)
-        return {"length": length, "cut": cut}
+    def length(each: dict) -> float:  # an episode of fewer turns may think as much in each
+        return each.get("response_length/mean", math.nan) / max(1.0, each.get("episode/turns", 1.0))
 
-    start = [*before, row][:FIRST]
-    first, cut = (mean(of(each)[key] for each in start) for key in ("length", "cut"))
+    def cut(each: dict) -> float:
+        if "episode/turns" in each:
+            return sum(_cuts(each).values())
+        return each.get("response_length/clip_ratio", math.nan)
+
+    rows = [*before, row]
+    first = mean(map(length, rows[:FIRST]))
     # Where many were cut off at the start, the policy has to learn to end.
-    long = len(before) + 1 >= 2 * FIRST and not cut > TRUNCATED
-    if long and _for_steps(FIRST, row, before, lambda each: of(each)["length"] < SHORT * first):
+    long = len(rows) >= 2 * FIRST and not mean(map(cut, rows[:FIRST])) > TRUNCATED
+    if long and _for_steps(FIRST, row, before, lambda each: length(each) < SHORT * first):
         yield (
-            f"{'turns' if 'episode/turns' in row else 'responses'} of {of(row)['length']:.0f} tokens in the mean, "
+            f"{'turns' if 'episode/turns' in row else 'responses'} of {length(row):.0f} tokens in the mean, "
             f"{first:.0f} at the start: the policy no longer thinks, or works nothing out; look at the rollouts, run "
             "make attack, lower LR or set KL_COEF"
         )
