@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from os.path import commonprefix
 from pathlib import Path
 
 from verl_tasks.evaluation.sample import model_name
@@ -108,8 +109,7 @@ def _judged(name: str, problems: list[str], text: str, **figures) -> Check:
 
 def _first_difference(ours: list[int], theirs: list[int]) -> int:
     """The place of the first different token; a list that ends early differs at its end."""
-    pairs = zip(ours, theirs, strict=False)
-    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
+    return len(commonprefix([ours, theirs]))
 
 
 # ---- tokens and mask

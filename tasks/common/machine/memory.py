@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise, product
+from os.path import commonprefix
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -140,8 +141,7 @@ def operations(model: Shapes, rows: int, tokens: int) -> int:
 
 def begun_alike(sequences: list[list[int]]) -> list[int]:
     """With how many tokens each of ``sequences`` begins as the one before it does; 0 for the first."""
-    pairs = ([*zip(*pair, strict=False)] for pair in pairwise(sequences))
-    return [0, *(next((n for n, (a, b) in enumerate(pair) if a != b), len(pair)) for pair in pairs)][: len(sequences)]
+    return [0, *(len(commonprefix(pair)) for pair in pairwise(sequences))][: len(sequences)]
 
 
 def least_work(model: Shapes, lengths: list[int], alike: list[int]) -> tuple[int, int]:

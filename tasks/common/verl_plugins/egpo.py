@@ -5,6 +5,7 @@ launch/plan.py has every verl process load it.
 """
 
 from bisect import bisect_left, bisect_right
+from os.path import commonprefix
 
 import torch
 import transfer_queue as tq
@@ -41,11 +42,8 @@ def reasoning_span(tokenizer, response: list[int], opened: bool) -> tuple[int, i
     def reached(count: int) -> int:
         """Characters of ``text`` that the first ``count`` tokens have written; grows with ``count``."""
         prefix = _decode(tokenizer, response[:count])
-        if text.startswith(prefix):
-            return len(prefix)
-        # A prefix that ends within a character decodes to another one there.
-        differ = (at for at, (a, b) in enumerate(zip(prefix, text, strict=False)) if a != b)
-        return next(differ, min(len(prefix), len(text)))
+        # One that ends within a character decodes to another one there.
+        return len(prefix) if text.startswith(prefix) else len(commonprefix([prefix, text]))
 
     counts = range(len(response) + 1)
     first = bisect_left(counts, start, key=reached) if start else 0
