@@ -16,7 +16,7 @@ from verl.workers.utils.padding import response_to_nested
 from verl_tasks.models.chat_template import opens_thinking
 from verl_tasks.rewards.tool_calls import THINK, THINK_END
 from verl_tasks.training.methods import egpo
-from verl_tasks.verl_plugins.trainer import TaskTrainer
+from verl_tasks.verl_plugins.trainer import TaskTrainer, fields_of
 
 
 def reasoning_span(tokenizer, response: list[int], opened: bool) -> tuple[int, int] | None:
@@ -99,8 +99,7 @@ class EGPOTrainer(TaskTrainer):
 
     def _compute_advantage(self, batch, metrics: dict):
         batch = super()._compute_advantage(batch, metrics)
-        fields = ["advantages", "entropy", "response_mask", "responses", "prompts"]
-        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+        data = fields_of(batch, "advantages", "entropy", "response_mask", "responses", "prompts")
         spans = [
             reasoning_span(self.tokenizer, response.tolist(), opens_thinking(self.tokenizer, prompt[-8:].tolist()))
             for prompt, response in zip(data["prompts"].unbind(), data["responses"].unbind(), strict=True)
