@@ -11,10 +11,11 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise, product
-from os.path import commonprefix
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
+
+from verl_tasks.text import common_start
 
 GIB = 2**30
 HUB_SECONDS = 5.0
@@ -141,7 +142,7 @@ def operations(model: Shapes, rows: int, tokens: int) -> int:
 
 def begun_alike(sequences: list[list[int]]) -> list[int]:
     """With how many tokens each of ``sequences`` begins as the one before it does; 0 for the first."""
-    return [0, *(len(commonprefix(pair)) for pair in pairwise(sequences))][: len(sequences)]
+    return [0, *(common_start(pair) for pair in pairwise(sequences))][: len(sequences)]
 
 
 def least_work(model: Shapes, lengths: list[int], alike: list[int]) -> tuple[int, int]:

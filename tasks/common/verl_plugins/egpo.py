@@ -5,7 +5,6 @@ launch/plan.py has every verl process load it.
 """
 
 from bisect import bisect_left, bisect_right
-from os.path import commonprefix
 
 import torch
 import transfer_queue as tq
@@ -15,6 +14,7 @@ from verl.workers.utils.padding import response_to_nested
 
 from verl_tasks.models.chat_template import opens_thinking
 from verl_tasks.rewards.tool_calls import THINK, THINK_END
+from verl_tasks.text import common_start
 from verl_tasks.training.methods import egpo
 from verl_tasks.verl_plugins.trainer import TaskTrainer, fields_of
 
@@ -43,7 +43,7 @@ def reasoning_span(tokenizer, response: list[int], opened: bool) -> tuple[int, i
         """Characters of ``text`` that the first ``count`` tokens have written; grows with ``count``."""
         prefix = _decode(tokenizer, response[:count])
         # One that ends within a character decodes to another one there.
-        return len(prefix) if text.startswith(prefix) else len(commonprefix([prefix, text]))
+        return len(prefix) if text.startswith(prefix) else common_start([prefix, text])
 
     counts = range(len(response) + 1)
     first = bisect_left(counts, start, key=reached) if start else 0
