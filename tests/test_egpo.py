@@ -213,7 +213,8 @@ def step(egpo, monkeypatch):
         def put(keys, partition_id, fields):
             store.update(fields.items())
 
-        monkeypatch.setattr(egpo, "tq", SimpleNamespace(kv_batch_get=get, kv_batch_put=put))
+        monkeypatch.setattr(egpo.tq, "kv_batch_get", get)
+        monkeypatch.setattr(egpo.tq, "kv_batch_put", put)
         monkeypatch.setattr(egpo.TaskTrainer, "_compute_advantage", lambda self, batch, metrics: batch)
         if trainer is None:
             trainer = object.__new__(egpo.EGPOTrainer)

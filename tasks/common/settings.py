@@ -346,21 +346,9 @@ class Settings:
 GENERATORS = ("generate", "reasoning_gym")
 
 # Variables that do not define a run: they continue it, or only change reports.
-REPORTING = {
-    "RUN",
-    "STEPS",
-    "SELF_PLAY_ROUNDS",
-    "SAVE_FREQ",
-    "TEST_FREQ",
-    "KEEP",
-    "PATIENCE",
-    "START_MINUTES",
-    "ABORT_ON",
-    "WANDB",
-}
-REPORTING |= {"LOGGER", "GPU_MEMORY_UTILIZATION", "TP", "SP", "OFFLOAD", "GOLD"}
+REPORTING = {"RUN", "STEPS", "SELF_PLAY_ROUNDS", "SAVE_FREQ", "TEST_FREQ", "KEEP", "PATIENCE", "START_MINUTES"}
+REPORTING |= {"ABORT_ON", "WANDB", "LOGGER", "GPU_MEMORY_UTILIZATION", "TP", "SP", "OFFLOAD", "GOLD"}
 REPORTING |= {"N", "LIMIT", "GREEDY", "EVAL_TEMPERATURE", "TOP_P", "MAX_NEW_TOKENS", "EVAL_SEED"}
-
 
 OF_EPISODES = {"MAX_TURNS", "MAX_TURN_LENGTH", "STEP_SECONDS", "AGENT_IMAGE"}
 # Variables that change the data alone; a training counts these by their contents.

@@ -1,6 +1,8 @@
-"""Text that a model wrote, made harmless before it is shown."""
+"""Text that a model wrote: made harmless before it is shown, and compared."""
 
 import re
+from collections.abc import Sequence
+from os.path import commonprefix
 
 # All control characters but line feed and tab: a response must not move the cursor or set the terminal's title.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
@@ -9,6 +11,17 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2
 def printable(text: str) -> str:
     """``text`` without control characters."""
     return _CONTROL.sub("", text)
+
+
+def encodable(text: str) -> str:
+    """``text`` with ? for half a surrogate pair: a model can write one in JSON, and neither UTF-8 nor a tokenizer takes
+    it."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def common_start(sequences: Sequence[Sequence]) -> int:
+    """With how many characters or tokens all of ``sequences`` begin alike."""
+    return len(commonprefix(sequences))  # noqa: RUF071 - these are no paths
 
 
 def without_middle(text: str, limit: int) -> str:

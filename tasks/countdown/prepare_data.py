@@ -2,15 +2,13 @@
 
 import itertools
 import random
-import re
 from collections.abc import Iterator
 from fractions import Fraction
-from numbers import Integral
 
 import numpy as np
 
 from tasks.countdown import search
-from verl_tasks import prepare, records
+from verl_tasks import expression, prepare, records
 
 HUB_DATASET = "Jiayi-Pan/Countdown-Tasks-3to4"
 # DIFFICULTY: how many numbers, the largest number, the largest target
@@ -112,11 +110,12 @@ def generate(settings) -> Iterator[prepare.Example]:
 
 
 def whole(value) -> int | None:
-    """An integer, an integral float, or a text of digits as int; None for any other value, also for a bool."""
-    if isinstance(value, str):
-        return int(value) if re.fullmatch("[0-9]{1,18}", value) else None
-    integral = isinstance(value, Integral) or (isinstance(value, float | np.floating) and value.is_integer())
-    return int(value) if integral and not isinstance(value, bool) else None
+    """A number as the reward reads it, as an int; None where it is not whole, also for a bool."""
+    try:
+        number = expression.as_number(value)
+        return int(number) if float(number).is_integer() and not isinstance(number, bool | np.bool_) else None
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 def from_record(record: dict) -> list[prepare.Example | str]:

@@ -72,19 +72,13 @@ def check(s: Settings, rows: Sequence[Row], tokenizer=None) -> tuple[dict, set[i
     entry |= {"note": "", "forms": 0, "taken": [], "needs": [], "traces": 0}
     try:
         module = importlib.import_module(f"tasks.{s.TASK}.{s.reward_file.stem}")
-        compute_score = module.Environment if s.multi_turn else module.compute_score
+        of_task = module.Environment if s.multi_turn else module.compute_score
     except Exception as error:  # `make data` has refused it before
         return entry | {"note": f"not checked: {s.reward_file.name} cannot be loaded ({type(error).__name__})"}, set()
-    if asks_judge(compute_score):
+    if asks_judge(of_task):
         return entry | {"note": "not checked: the reward asks a judge"}, set()
-    forms = getattr(module, "wrong_forms", lambda demonstration: ())
     own = {row.demonstration for row in islice(filter(lambda row: row.demonstration, rows), MEASURED)}
-    if s.multi_turn:
-        compute_score = functools.partial(_episode, compute_score, tokenizer, own)
-        forms = functools.partial(_of_messages, forms)
-    else:
-        given = {"variant": s.REWARD} if s.REWARD else {}
-        compute_score = functools.partial(_response, compute_score, tokenizer, own, given)
+    compute_score, forms = _scorer(s, module, tokenizer, own)
     if program := hasattr(getattr(module, "Environment", None), "at_once"):  # each episode takes seconds
         rows = rows[:OF_PROGRAM]
         entry |= {"rows": len(rows), "note": f"a program plays the first {OF_PROGRAM} alone"}
@@ -118,6 +112,15 @@ def check(s: Settings, rows: Sequence[Row], tokenizer=None) -> tuple[dict, set[i
     entry |= {"needs": sorted([*need, count] for need, count in needs.items()), "traces": len(traces)}
     others = ({"place": rows[index].place, "reason": reason} for index, reason in wrong.items())
     return entry | {"others": heapq.nsmallest(SHOWN, others, key=_in_file)}, set(wrong)
+
+
+def _scorer(s: Settings, module, tokenizer, own: set[str]) -> tuple[Callable, Callable]:
+    """What scores a demonstration and measures those in ``own``, and what makes its wrong forms."""
+    forms = getattr(module, "wrong_forms", lambda demonstration: ())
+    if s.multi_turn:
+        return functools.partial(_episode, module.Environment, tokenizer, own), functools.partial(_of_messages, forms)
+    given = {"variant": s.REWARD} if s.REWARD else {}
+    return functools.partial(_response, module.compute_score, tokenizer, own, given), forms
 
 
 def _response(

@@ -186,17 +186,10 @@ def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
             tools = any("tools" in row or has_calls(row["messages"]) for row in demonstrations)
             episodes = any("prompt_messages" in row for row in demonstrations)
             rows["sft"] = write_parquet(demonstrations, new / "sft.parquet", sft_schema(tools, episodes))
-        notes = [note]
-        if rows["test"] < settings.TEST_SIZE:
-            or_share = f" or TEST_SHARE={settings.TEST_SHARE:g} of the rows" if settings.TEST_SHARE < 1 else ""
-            notes.append(f"TEST_SIZE={settings.TEST_SIZE:g}: {rows['test']}, all of a test split{or_share}")
-        if (dev := rows.get("dev", 0)) < settings.DEV_SIZE:
-            notes.append(f"DEV_SIZE={settings.DEV_SIZE}: {dev}, a tenth of what can train")
-        if rows["train"] < settings.TRAIN_SIZE:
-            notes.append(f"TRAIN_SIZE={settings.TRAIN_SIZE}: there are {rows['train']}")
+        notes = "; ".join(filter(None, [note, *_smaller(settings, rows)]))
         if not isinstance(examples, Examples):
             examples = Examples(load(settings.FILE) if name == "file" else [], iter)
-        manifest = {"fingerprint": settings.data_fingerprint(), "source": name, "note": "; ".join(filter(None, notes))}
+        manifest = {"fingerprint": settings.data_fingerprint(), "source": name, "note": notes}
         manifest |= {"origin": examples.origin(), "not_used": examples.unused(), "seed": settings.SEED, "rows": rows}
         manifest |= {**details, **checked}
         manifest |= {"groups": {split: len(keys) for split, keys in groups.items()}} if groups else {}
@@ -207,6 +200,17 @@ def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
             manifest["contents"][f"longest of {settings.MODEL}"] = str(longest)
         write_json(new / "manifest.json", manifest)
     return manifest
+
+
+def _smaller(s: Settings, rows: dict[str, int]) -> Iterator[str]:
+    """Which sizes are less than what is asked for, and why; ``rows``: of each file."""
+    if rows["test"] < s.TEST_SIZE:
+        or_share = f" or TEST_SHARE={s.TEST_SHARE:g} of the rows" if s.TEST_SHARE < 1 else ""
+        yield f"TEST_SIZE={s.TEST_SIZE:g}: {rows['test']}, all of a test split{or_share}"
+    if (dev := rows.get("dev", 0)) < s.DEV_SIZE:
+        yield f"DEV_SIZE={s.DEV_SIZE}: {dev}, a tenth of what can train"
+    if rows["train"] < s.TRAIN_SIZE:
+        yield f"TRAIN_SIZE={s.TRAIN_SIZE}: there are {rows['train']}"
 
 
 def _longest(tokenizer, rows: list[dict]) -> int:

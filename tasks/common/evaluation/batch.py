@@ -17,6 +17,7 @@ from verl_tasks.files import check_writable, write_text
 from verl_tasks.rewards.episode import refusal
 from verl_tasks.rows import DataError, chat, messages_problem, rl_row, rl_schema, write_parquet
 from verl_tasks.settings import Command, Settings, SettingsError, artifacts, fingerprint
+from verl_tasks.text import encodable
 
 
 def _xlsx_rows(path: Path) -> list[dict]:
@@ -130,9 +131,9 @@ def write_table(path: Path, rows: list[dict]) -> None:
 
 
 def _cell(value):
-    """A message list as JSON text; text without half of a surrogate pair, which pandas refuses."""
+    """A message list as JSON text; what pandas takes of a text."""
     text = json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value
-    return text.encode("utf-8", "replace").decode() if isinstance(text, str) else text
+    return encodable(text) if isinstance(text, str) else text
 
 
 def batch(s: Settings, command: Command, scoring: Scoring, model: str) -> int:

@@ -18,7 +18,7 @@ from verl_tasks.models.chat_template import demonstration_ids, end_of_turn_ids, 
 from verl_tasks.rewards.tool_calls import CLOSE, OPEN, THINK, THINK_END
 from verl_tasks.runs.health import MISMATCH
 from verl_tasks.settings import Settings, artifacts, fingerprint
-from verl_tasks.text import one_line
+from verl_tasks.text import common_start, one_line
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
 MARKERS = (THINK, THINK_END, OPEN, CLOSE, "<answer>", "</answer>")
@@ -108,8 +108,7 @@ def _judged(name: str, problems: list[str], text: str, **figures) -> Check:
 
 def _first_difference(ours: list[int], theirs: list[int]) -> int:
     """The place of the first different token; a list that ends early differs at its end."""
-    pairs = zip(ours, theirs, strict=False)
-    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
+    return common_start([ours, theirs])
 
 
 # ---- tokens and mask

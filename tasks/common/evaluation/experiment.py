@@ -101,24 +101,11 @@ def experiment(s: Settings, scoring: Scoring, models: dict[str, str]) -> int:
     rollouts, _ = sampled({label: test_job(s, model) for label, model in models.items()}, root, scoring)
     tables = {label: by_prompt(found) for label, found in rollouts.items()}
     best, how = _chosen(s, scoring, models, arms, tables, root)
-
-    def difference(left: tuple[str, ...], right: tuple[str, ...]) -> dict[str, Difference]:
-        if len(right) > 1:
-            return pooled(tables, right, left)
-        return differences(rollouts[left[0]], rollouts[right[0]], scoring.own_metrics)
-
-    first, *others = best.values()
-    pairs = {f"{arm.name} - {START}": difference((START,), arm.labels) for arm in best.values()}
-    pairs |= {f"{arm.name} - {first.name}": difference(first.labels, arm.labels) for arm in others}
+    pairs = _paired(list(best.values()), rollouts, tables, scoring)
     summaries = {label: summarize(found, scoring.own_metrics) for label, found in rollouts.items()}
     trained = [label for arm in arms for label in arm.labels]  # the start may be a warm-up, without rewards
     training = {label: figures for label in trained if (figures := training_figures(s, models[label]))}
-    shown = {START: summaries[START]}
-    for arm in arms:
-        shown[arm.name] = summaries[arm.labels[0]]
-        if len(arm.labels) > 1:
-            metrics = {name: asdict(each.difference) for name, each in pooled(tables, arm.labels).items()}
-            shown[arm.name] = shown[arm.name] | {"metrics": metrics}
+    shown = {START: summaries[START]} | {arm.name: _summary(arm, summaries, tables) for arm in arms}
 
     folder = artifacts() / "experiments" / s.TASK / f"{'-'.join([START, *best])}-{fingerprint({'models': models})}"
     shared, own = training_settings(s, arms, models)
@@ -163,6 +150,27 @@ def experiment(s: Settings, scoring: Scoring, models: dict[str, str]) -> int:
     write_text(folder / "experiment.md", "\n\n".join(parts) + "\n")
     print(f"{folder}/experiment.json, .md")
     return report_errors([r for each in rollouts.values() for r in each])
+
+
+def _paired(best: list[Arm], rollouts: dict, tables: dict, scoring: Scoring) -> dict[str, dict[str, Difference]]:
+    """The differences of each arm to the start, and of the others to the first one."""
+
+    def minus(left: tuple[str, ...], right: tuple[str, ...]) -> dict[str, Difference]:
+        if len(right) > 1:
+            return pooled(tables, right, left)
+        return differences(rollouts[left[0]], rollouts[right[0]], scoring.own_metrics)
+
+    first, *others = best
+    pairs = {f"{arm.name} - {START}": minus((START,), arm.labels) for arm in best}
+    return pairs | {f"{arm.name} - {first.name}": minus(first.labels, arm.labels) for arm in others}
+
+
+def _summary(arm: Arm, summaries: dict[str, dict], tables: dict[str, pd.DataFrame]) -> dict:
+    """That of the arm's first seed; of several seeds with their pooled metrics."""
+    if len(arm.labels) == 1:
+        return summaries[arm.labels[0]]
+    metrics = {name: asdict(each.difference) for name, each in pooled(tables, arm.labels).items()}
+    return summaries[arm.labels[0]] | {"metrics": metrics}
 
 
 def _listed(settings: dict) -> str:

@@ -2,8 +2,7 @@
 
 import itertools
 import json
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
@@ -155,19 +154,6 @@ def _problem(values: dict) -> str:
         if not right:
             return f"{name} must be {what}"
     return "sample must be 0 for a greedy response" if values["mode"] == GREEDY and values["sample"] else ""
-
-
-def dumped(file: Path) -> Iterator[dict | None]:
-    """verl's rollouts of a step: ``input``, ``output``, ``gts``, ``score``, of an episode ``turns``. None in place of
-    a line without a response and a finite score."""
-    with file.open(encoding="utf-8", errors="replace") as stream:
-        for line in stream:
-            try:
-                row = json.loads(line)
-                row["score"] = float(row["score"])
-                yield row if math.isfinite(row["score"]) and isinstance(row["output"], str) else None
-            except (ValueError, TypeError, KeyError, RecursionError):
-                yield None
 
 
 def write_rollouts(path: Path, rollouts: Iterable[Rollout]) -> None:

@@ -10,6 +10,7 @@ import pandas as pd
 
 from verl_tasks.data.records import Records
 from verl_tasks.files import written_beside
+from verl_tasks.text import encodable
 
 # A cell of a CSV file that a spreadsheet would take for a formula (https://owasp.org/www-community/attacks/CSV_Injection).
 _FORMULA = re.compile(r"'*[=+\-@\t\r\n＝＋－＠]")
@@ -75,7 +76,5 @@ def write_xlsx(path: Path, table: pd.DataFrame, sheet: str) -> None:
 
 
 def _in_xml(value):
-    """``value`` as Excel can hold it; a lone surrogate is no UTF-8."""
-    if not isinstance(value, str):
-        return value
-    return _NOT_XML.sub("", value).encode("utf-8", "replace").decode()
+    """``value`` as Excel can hold it."""
+    return encodable(_NOT_XML.sub("", value)) if isinstance(value, str) else value

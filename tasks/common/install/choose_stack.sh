@@ -8,7 +8,7 @@ if [[ ! ${CUDA_VISIBLE_DEVICES-0} =~ ^\ *(\+?[0-9]|GPU-|MIG-) ]]; then
   echo "cpu: CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES hides all GPUs"
   exit
 fi
-limit="timeout --foreground 60" # seconds: ANSWERS_WITHIN of settings.py
+limit="timeout --foreground 60" # seconds: ANSWERS_WITHIN of visible_gpus.py
 timeout --foreground 1 true 2>/dev/null || limit="" # there is no timeout, or a simple one
 smi() { $limit nvidia-smi "$@" 2>/dev/null; }
 gpus() { # 124 where nvidia-smi does not answer

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from verl_tasks.text import common_start
+
 GIB = 2**30
 HUB_SECONDS = 5.0
 # config.json of SmolLM2-135M-Instruct, which may not be unpacked yet.
@@ -140,8 +142,7 @@ def operations(model: Shapes, rows: int, tokens: int) -> int:
 
 def begun_alike(sequences: list[list[int]]) -> list[int]:
     """With how many tokens each of ``sequences`` begins as the one before it does; 0 for the first."""
-    pairs = ([*zip(*pair, strict=False)] for pair in pairwise(sequences))
-    return [0, *(next((n for n, (a, b) in enumerate(pair) if a != b), len(pair)) for pair in pairs)][: len(sequences)]
+    return [0, *(common_start(pair) for pair in pairwise(sequences))][: len(sequences)]
 
 
 def least_work(model: Shapes, lengths: list[int], alike: list[int]) -> tuple[int, int]:
@@ -169,24 +170,27 @@ def shapes_of(model: str) -> Shapes | None:
         return None  # the files may hold anything
 
 
-def config_file(model: str) -> Path | None:
-    """config.json of a folder, or of a hub id in the cache or on the hub; None without one. Raises ValueError for a
-    name that is neither."""
+def config_file(model: str, ask: bool = True) -> Path | None:
+    """config.json of a folder, or of a hub id in the cache, or where we ``ask`` on the hub; None without one. Raises
+    ValueError for a name that is neither."""
     folder = Path(model).expanduser()
-    return folder / "config.json" if folder.is_dir() else _of_the_hub(model)
+    if folder.is_dir():
+        return folder / "config.json"
+    if "/" not in model:
+        raise ValueError(f"{model}: not a hub id (owner/name)")
+    from huggingface_hub import try_to_load_from_cache
+
+    if isinstance(found := try_to_load_from_cache(model, "config.json"), str):
+        return Path(found)
+    return _of_the_hub(model) if ask else None
 
 
 @functools.cache
 def _of_the_hub(model: str) -> Path | None:
-    """config.json of a hub id, from the cache or the hub; None where neither has it within HUB_SECONDS. Raises
-    ValueError where ``model`` is none."""
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    """config.json of a hub id; None where the hub does not give it within HUB_SECONDS."""
+    from huggingface_hub import hf_hub_download
     from huggingface_hub.utils import logging
 
-    if "/" not in model:
-        raise ValueError(f"{model}: not a hub id (owner/name)")
-    if isinstance(found := try_to_load_from_cache(model, "config.json"), str):
-        return Path(found)
     logging.set_verbosity_error()  # it would report each retry
     files = []
 

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from verl_tasks.files import folder_beside
-from verl_tasks.models.find import embedded_model, is_hub_id
+from verl_tasks.models.find import VOCABULARIES, embedded_model, is_hub_id
 from verl_tasks.models.small import small
 from verl_tasks.settings import SettingsError
 from verl_tasks.text import one_line
@@ -18,7 +18,6 @@ HEADS, HEAD = 2, 32  # vLLM on a CPU wants heads of 32 or more
 RIGHT, MOST_STEPS, RATE, OTHERS = 0.6, 600, 3e-3, 512
 # What a hub id is asked for: config, tokenizer, chat template, stop tokens; never weights.
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.*", "*.tiktoken")
 WEIGHTS = ("*.index.json", "*.safetensors", "*.bin")
 
 
@@ -34,7 +33,7 @@ def config_folder(model: str, variable: str = "MODEL") -> Path:
         folder = _fetched(model, variable)
     if not (folder / "config.json").is_file():
         raise SettingsError(f"{variable}={model}: has no config.json; a rehearsal needs it and the tokenizer's files")
-    if not any(file for name in TOKENIZERS for file in folder.glob(name)):
+    if not any(file for name in VOCABULARIES for file in folder.glob(name)):
         raise SettingsError(f"{variable}={model}: has no tokenizer (tokenizer.json); copy its files beside config.json")
     return folder.resolve()
 

@@ -123,7 +123,7 @@ def card(s: Settings, run_dir: Path, name: str, base: str, licence_id: str, adap
 
     run = Run.read(run_dir)
     made, metrics = run.record, run.metrics
-    launch = next((launches.read(file) for file in launches.launches(run_dir)[-1:]), {})
+    launch = launches.last(run_dir)
     measured = evaluations(run_dir)
     results = [
         EvalResult("text-generation", s.TASK, s.TASK, metric, value["value"], dataset_split="test")

@@ -129,9 +129,8 @@ def settings_of(run_dir: Path) -> dict:
 
 def code_of(run_dir: Path) -> dict:
     """The code, data and packages of a run's last launch, if any."""
-    if not (found := launches.launches(run_dir)):
+    if not (record := launches.last(run_dir)):
         return {}
-    record = launches.read(found[-1])
     data = {f"data: {Path(name).name}": digest[:12] for name, digest in record["data"].items()}
     return launches.code_of(record) | data
 

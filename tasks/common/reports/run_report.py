@@ -274,7 +274,7 @@ def page(run_dir: Path) -> str:
     if not metrics:
         where = f"{run_dir}/metrics"
         raise SettingsError(f"RUN={run_dir.name}: has no metrics in {where}; it ended before its first step")
-    launch = next((launches.read(found) for found in launches.launches(run_dir)[-1:]), {})
+    launch = launches.last(run_dir)
     sections = [
         evaluation(run_dir, made),
         curves(metrics),

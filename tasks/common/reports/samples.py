@@ -6,7 +6,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_tasks.evaluation.rollouts import dumped, in_turn
+from verl_tasks.evaluation.rollouts import in_turn
+from verl_tasks.rewards.answers import number
 
 NO_REWARD = ("input", "output", "gts", "step", "uid", "turns")  # beside a dumped response
 
@@ -23,8 +24,10 @@ class Sample:
 
 
 def of_step(file: Path) -> Iterator[Sample]:
-    """verl's rollouts of a training step, or of a validation."""
-    for row in filter(None, dumped(file)):
+    """verl's rollouts of a training step, or of a validation, that have a response and a finite score."""
+    for row in rows(file):
+        if not isinstance(row, dict) or number(row.get("score")) is None or not isinstance(row.get("output"), str):
+            continue
         turns, truth = row.get("turns"), row.get("gts", "(none)")
         rewards = {k: float(v) for k, v in row.items() if isinstance(v, int | float) and k not in NO_REWARD}
         said = [*map(str, turns)] if isinstance(turns, list) and len(turns) > 1 else [row["output"]]

@@ -29,17 +29,8 @@ ONLY = {
     "frequency_penalty": (0,),
     "top_logprobs": (0,),
 }
-READ = {
-    "model",
-    "messages",
-    "tools",
-    "max_tokens",
-    "max_completion_tokens",
-    "stop",
-    "stream",
-    "stream_options",
-    "logprobs",
-}
+READ = {"model", "messages", "tools", "max_tokens", "max_completion_tokens", "stop"}
+READ |= {"stream", "stream_options", "logprobs"}
 
 
 class Refused(ValueError):

@@ -14,6 +14,7 @@ from verl_tasks.errors import said
 from verl_tasks.rewards.answers import RewardError, number
 from verl_tasks.rewards.tool_calls import Malformed, Response, functions, parse_response, split_thinking, without_tags
 from verl_tasks.rows import decoded, messages_problem, rl_row, tools_of
+from verl_tasks.text import encodable
 
 __all__ = [
     "CallError",
@@ -147,7 +148,7 @@ def stepped(environment: Environment, row: dict, tools: list[dict], answer: str 
     RewardError for all else that the environment raises, and for a step that is none.
     """
     step, failed = _stepped(environment, row, tools, answer)
-    messages = [_encodable(message) for message in step.messages]
+    messages = [{**message, "content": encodable(message["content"])} for message in step.messages]
     return replace(step, messages=messages, reward=number(step.reward), done=bool(step.done)), failed
 
 
@@ -179,11 +180,6 @@ def _stepped(environment: Environment, row: dict, tools: list[dict], answer: str
     except BaseException as error:
         raise RewardError(f"{_where(row)}: step raised {said(error)}") from error
     return step, step.failed
-
-
-def _encodable(message: dict) -> dict:
-    """``message`` without halves of surrogate pairs: a model can write them in JSON, and no tokenizer takes them."""
-    return {**message, "content": message["content"].encode("utf-8", "replace").decode()}
 
 
 def _parsed(answer: str, tools: list[dict]) -> Response:

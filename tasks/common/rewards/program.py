@@ -305,90 +305,96 @@ def _endpoint(command: tuple[str | Path, ...], python: str) -> Endpoint:
         return _STARTED[key]
 
 
+class _OfProgram:
+    """The episodes of a program; ``environment_of`` sets ``command`` to ``at_once``."""
+
+    command: tuple[str | Path, ...]
+    python: str
+    failed: float
+    at_once: int
+    contained = True  # AGENT_IMAGE is heeded
+    patience = None  # seconds for a step; None: whoever plays it limits them
+
+    def reset(self, row: dict) -> Start:
+        self.live = _endpoint(self.command, self.python).start(row)
+        self.histories: list[tuple[list, list]] = []  # of each sequence: its tools, its messages
+        self.unread: list[tuple[completions.Request, Turn, dict]] = []  # turns whose request was given up
+        self.call, self.place, self.calls, self.index = None, 0, 0, row["extra_info"].get("index")
+        self.given_up, self.why = 0, ""
+        return Start(decoded(row["prompt"]), tools_of(row) or [], of_program=True)
+
+    def step_turn(self, turn: Turn | None) -> Step:
+        """Answer the program with ``turn``; what it asks next, or its score."""
+        malformed = self._answer(turn) if turn else False
+        with contextlib.suppress(Empty):
+            while (call := self.live.inbox.get(timeout=self.patience)) is not ENDED:
+                if call.given_up():
+                    self.given_up += 1
+                    call.reply.put(None)
+                elif not self._answered_before(call):
+                    self.call, self.calls = call, self.calls + 1
+                    return self._asks(call.request, int(malformed))
+        score = self.live.score()
+        if score is None:
+            self.why = self.live.problem()
+            return Step(reward=self.failed, done=True, readable=False, broke=self.why, failed=int(malformed))
+        return Step(reward=score, done=True, failed=int(malformed))
+
+    def _answered_before(self, call: Call) -> bool:
+        """Whether ``call`` repeats a request that was given up while the model answered it: this is the answer."""
+        for unread in self.unread:
+            request, turn, told = unread
+            asks, asked = ((each.messages, each.tools, each.asked) for each in (call.request, request))
+            if asks == asked:
+                self.unread.remove(unread)
+                call.reply.put((turn, told))
+                return True
+        return False
+
+    def _answer(self, turn: Turn) -> bool:
+        if turn.refused:
+            self.histories.pop()
+            self.call, call = None, self.call
+            call.reply.put((turn, {}))
+            return False
+        told, malformed = completions.answer(turn, self.call.request)
+        tools, messages = self.histories[self.place]
+        self.histories[self.place] = tools, [*messages, completions.message(**told)]
+        if self.call.given_up():
+            self.given_up += 1
+            self.unread.append((self.call.request, turn, told))
+        self.call.reply.put((turn, told))
+        self.call = None
+        return malformed
+
+    def _asks(self, request: completions.Request, malformed: int) -> Step:
+        for place in reversed(range(len(self.histories))):
+            tools, messages = self.histories[place]
+            new = request.messages[len(messages) :]
+            read = new and all(message["role"] in ("user", "tool") for message in new)
+            if read and (tools, messages) == (request.tools, request.messages[: len(messages)]):
+                self.place, self.histories[place] = place, (tools, request.messages)
+                return Step(new, onto=place, asked=request.asked, failed=malformed)
+        self.histories.append((request.tools, request.messages))
+        self.place = len(self.histories) - 1
+        return Step(start=Start(request.messages, request.tools), asked=request.asked, failed=malformed)
+
+    def close(self) -> None:
+        if self.call:
+            self.call.reply.put(None)
+        code = "was ended" if self.live.code is None else f"exit code {self.live.code}"
+        told = f"row {self.index}: {code}, {self.calls} turns, {len(self.histories)} sequences"
+        if self.given_up:  # of a client with a time limit
+            told += f", {self.given_up} requests that the program gave up before their answer"
+        why = self.live.problem() if self.live.endpoint.loading else self.why
+        self.live.close(f"{told}; {why}" if why else told)
+
+
 def environment_of(*command: str | Path, python: str = sys.executable, failed: float = 0.0) -> type[Environment]:
     """The class of the episodes of a program: one file of Python, which ``python`` loads once and forks for each (it
     does its work under ``if __name__ == "__main__":``), or any command. ``failed``: the reward of an episode without a
     score. Nothing is started before the first one. With AGENT_IMAGE the command runs in a container of that image, that
     reads the folder of each file given as a Path."""
-
     most = (CONTAINERS if os.environ.get("AGENT_IMAGE") else AT_ONCE) * (os.cpu_count() or 1)
-
-    class OfProgram:
-        contained = True  # AGENT_IMAGE is heeded
-        at_once, patience = most, None  # seconds for a step; None: whoever plays it limits them
-
-        def reset(self, row: dict) -> Start:
-            self.live = _endpoint(command, python).start(row)
-            self.histories: list[tuple[list, list]] = []  # of each sequence: its tools, its messages
-            self.unread: list[tuple[completions.Request, Turn, dict]] = []  # turns whose request was given up
-            self.call, self.place, self.calls, self.index = None, 0, 0, row["extra_info"].get("index")
-            self.given_up, self.why = 0, ""
-            return Start(decoded(row["prompt"]), tools_of(row) or [], of_program=True)
-
-        def step_turn(self, turn: Turn | None) -> Step:
-            """Answer the program with ``turn``; what it asks next, or its score."""
-            malformed = self._answer(turn) if turn else False
-            with contextlib.suppress(Empty):
-                while (call := self.live.inbox.get(timeout=self.patience)) is not ENDED:
-                    if call.given_up():
-                        self.given_up += 1
-                        call.reply.put(None)
-                    elif not self._answered_before(call):
-                        self.call, self.calls = call, self.calls + 1
-                        return self._asks(call.request, int(malformed))
-            score = self.live.score()
-            if score is None:
-                self.why = self.live.problem()
-                return Step(reward=failed, done=True, readable=False, broke=self.why, failed=int(malformed))
-            return Step(reward=score, done=True, failed=int(malformed))
-
-        def _answered_before(self, call: Call) -> bool:
-            """Whether ``call`` repeats a request that was given up while the model answered it: this is the answer."""
-            for unread in self.unread:
-                request, turn, told = unread
-                asks, asked = ((each.messages, each.tools, each.asked) for each in (call.request, request))
-                if asks == asked:
-                    self.unread.remove(unread)
-                    call.reply.put((turn, told))
-                    return True
-            return False
-
-        def _answer(self, turn: Turn) -> bool:
-            if turn.refused:
-                self.histories.pop()
-                self.call, call = None, self.call
-                call.reply.put((turn, {}))
-                return False
-            told, malformed = completions.answer(turn, self.call.request)
-            tools, messages = self.histories[self.place]
-            self.histories[self.place] = tools, [*messages, completions.message(**told)]
-            if self.call.given_up():
-                self.given_up += 1
-                self.unread.append((self.call.request, turn, told))
-            self.call.reply.put((turn, told))
-            self.call = None
-            return malformed
-
-        def _asks(self, request: completions.Request, malformed: int) -> Step:
-            for place in reversed(range(len(self.histories))):
-                tools, messages = self.histories[place]
-                new = request.messages[len(messages) :]
-                read = new and all(message["role"] in ("user", "tool") for message in new)
-                if read and (tools, messages) == (request.tools, request.messages[: len(messages)]):
-                    self.place, self.histories[place] = place, (tools, request.messages)
-                    return Step(new, onto=place, asked=request.asked, failed=malformed)
-            self.histories.append((request.tools, request.messages))
-            self.place = len(self.histories) - 1
-            return Step(start=Start(request.messages, request.tools), asked=request.asked, failed=malformed)
-
-        def close(self) -> None:
-            if self.call:
-                self.call.reply.put(None)
-            code = "was ended" if self.live.code is None else f"exit code {self.live.code}"
-            told = f"row {self.index}: {code}, {self.calls} turns, {len(self.histories)} sequences"
-            if self.given_up:  # of a client with a time limit
-                told += f", {self.given_up} requests that the program gave up before their answer"
-            why = self.live.problem() if self.live.endpoint.loading else self.why
-            self.live.close(f"{told}; {why}" if why else told)
-
-    return OfProgram
+    given = {"command": command, "python": python, "failed": failed, "at_once": most}
+    return type("OfProgram", (_OfProgram,), given)

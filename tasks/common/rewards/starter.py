@@ -128,6 +128,33 @@ def ended() -> Iterator[tuple[int, int]]:
             yield found[0], os.waitstatus_to_exitcode(found[1])
 
 
+def programs_ended(live: dict[int, dict]) -> Iterator[tuple[int, int]]:
+    """The numbers and exit codes of the programs that have ended; takes them out of ``live``, and ends what is left."""
+    for leader, code in ended():
+        if request := live.pop(leader, None):  # else it ended a container
+            kill(leader)  # what it left in its group
+            if code:
+                end_container(request)
+            yield request["number"], code
+
+
+def end(number: int, live: dict[int, dict]) -> None:
+    """End the program of that number, where it still runs."""
+    for leader in [leader for leader, request in live.items() if request["number"] == number]:
+        kill(leader)
+        os.kill(leader, signal.SIGKILL)  # it has not come as far as its group
+
+
+def woken_by_ends() -> int:
+    """A pipe that can be read when a child has ended."""
+    wakes, wake = os.pipe()
+    os.set_blocking(wake, False)
+    os.set_blocking(wakes, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    return wakes
+
+
 def load(file: str) -> None:
     """Import what the program ``file`` imports, that no fork has to; also what `openai` imports and builds with its
     first requests, which takes longer than many an episode."""
@@ -184,24 +211,15 @@ def main(loaded: str, place: str) -> None:
         sys.stdout.flush()  # else each fork says it again
         print(json.dumps({"number": 0}), file=replies, flush=True)
     imported = children()  # what an import started serves all programs
-    wakes, wake = os.pipe()
-    os.set_blocking(wake, False)
-    os.set_blocking(wakes, False)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
+    wakes = woken_by_ends()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: whoever started us ends us
     live, waiting = {}, b""  # requests by the process that leads the program's group
     while True:
         ready, _, _ = select.select([requests, wakes], [], [])
         if wakes in ready:
             os.read(wakes, 4096)
-            for leader, code in ended():
-                if not (request := live.pop(leader, None)):
-                    continue  # it ended a container
-                kill(leader)  # what it left in its group
-                if code:
-                    end_container(request)
-                print(json.dumps({"number": request["number"], "code": code}), file=replies, flush=True)
+            for number, code in programs_ended(live):
+                print(json.dumps({"number": number, "code": code}), file=replies, flush=True)
             if not place:
                 kill_left(live.keys() | imported)
         if requests in ready:
@@ -211,14 +229,11 @@ def main(loaded: str, place: str) -> None:
             *lines, waiting = (waiting + new).split(b"\n")
             for request in map(json.loads, lines):
                 if "end" in request:
-                    for leader in [leader for leader, each in live.items() if each["number"] == request["end"]]:
-                        kill(leader)
-                        os.kill(leader, signal.SIGKILL)  # it has not come as far as its group
-                    continue
-                leader = os.fork()
-                if not leader:
+                    end(request["end"], live)
+                elif leader := os.fork():
+                    live[leader] = request
+                else:
                     child(request, loaded)
-                live[leader] = request
     for leader, request in live.items():
         kill(leader)
         end_container(request)

@@ -66,6 +66,11 @@ def launches(run_dir: Path) -> list[Path]:
     return sorted(path for path in (run_dir / "launches").glob("[0-9]*") if path.is_dir())
 
 
+def last(run_dir: Path) -> dict:
+    """The record of a run's last launch; empty without one. Raises as ``read``."""
+    return next(map(read, launches(run_dir)[-1:]), {})
+
+
 def read(launch: Path) -> dict:
     """launch.json of a launch, with the lines of ``packages`` and the text of ``changes``.
 

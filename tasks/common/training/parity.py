@@ -108,17 +108,10 @@ def _config(s: Settings, ask: bool = False) -> dict | None:
     if model == "embedded":
         return memory.EMBEDDED_CONFIG
     try:
-        file = memory.config_file(model) if ask or Path(model).expanduser().is_dir() else _of_the_cache(model)
+        file = memory.config_file(model, ask)
     except ValueError:  # neither a folder nor a hub id, which others say
         return None
     return (read_json(file) or None) if file else None
-
-
-def _of_the_cache(model: str) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-
-    file = try_to_load_from_cache(model, "config.json") if "/" in model else None
-    return Path(file) if isinstance(file, str) else None
 
 
 @functools.cache

@@ -254,6 +254,11 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path, chosen: Pass | N
         f"actor_rollout_ref.rollout.seed={s.SEED}",
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={quoted(PLUGINS / 'agent_loops.yaml')}",
     ]
+    rollout += CORRECTIONS[s.ROLLOUT_CORRECTION]
+    rollout += [f"actor_rollout_ref.rollout.quantization={s.ROLLOUT_DTYPE}"] if s.ROLLOUT_DTYPE != "same" else []
+    if sharing := os.environ.get("SHARED_GPU"):  # by launch/experiments.py; each worker imports verl: 0.7 GB
+        workers = verl_versions.workers(s, max(1, VERLS_WORKERS // int(sharing)))
+        rollout += [f"actor_rollout_ref.rollout.agent.num_workers={workers}", f"reward.num_workers={workers}"]
     trainer = [
         *_trainer(s, run_dir, s.STEPS, s.SAVE_FREQ),
         f"trainer.nnodes={s.NNODES}",
@@ -269,13 +274,8 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path, chosen: Pass | N
     own += [*_pass(chosen, POLICY), *_pass(chosen, "critic.model", head=False)]
     own += getattr(stack(s.STACK), "rl_overrides", lambda s: [])(s)
     method_ = [*_truncated(s), *method(s.METHOD).overrides(s)]
-    rollout += CORRECTIONS[s.ROLLOUT_CORRECTION]
-    rollout += [f"actor_rollout_ref.rollout.quantization={s.ROLLOUT_DTYPE}"] if s.ROLLOUT_DTYPE != "same" else []
-    if sharing := os.environ.get("SHARED_GPU"):  # by launch/experiments.py; each worker imports verl: 0.7 GB
-        workers = verl_versions.workers(s, max(1, VERLS_WORKERS // int(sharing)))
-        rollout += [f"actor_rollout_ref.rollout.agent.num_workers={workers}", f"reward.num_workers={workers}"]
-    overrides = [*data, *model_, *actor, *_micro_batches(s), *rollout, *_reward(s), *trainer, *_ray(s), *own, *method_]
-    overrides += _async(s)
+    overrides = [*data, *model_, *actor, *_micro_batches(s), *rollout, *_reward(s), *trainer, *_ray(s)]
+    overrides += [*own, *method_, *_async(s)]
     return verl_versions.translated(overrides, "ppo_trainer", s)
 
 

@@ -35,7 +35,7 @@ def main() -> None:
     config = generate_config_from_args(parse_args())
     with mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.float):
         AdapterMerger(config).merge_and_save()
-    # verl 0.6.1 writes lora_alpha 0, which turns the adapter off; verl_061/lora_alpha.py saved the value. It writes no
+    # verl 0.6.1 writes lora_alpha 0, which turns the adapter off; verl_061/patches.py saved the value. It writes no
     # task_type either, and cannot save an adapter that it loaded without one.
     noted = json.loads(Path(config.local_dir, "lora_train_meta.json").read_text())
     known = {"lora_alpha": noted["lora_alpha"], "task_type": "CAUSAL_LM", "base_model_name_or_path": base}

@@ -14,8 +14,9 @@ from verl.workers.utils.padding import response_to_nested
 
 from verl_tasks.models.chat_template import opens_thinking
 from verl_tasks.rewards.tool_calls import THINK, THINK_END
+from verl_tasks.text import common_start
 from verl_tasks.training.methods import egpo
-from verl_tasks.verl_plugins.trainer import TaskTrainer
+from verl_tasks.verl_plugins.trainer import TaskTrainer, fields_of
 
 
 def reasoning_span(tokenizer, response: list[int], opened: bool) -> tuple[int, int] | None:
@@ -41,11 +42,8 @@ def reasoning_span(tokenizer, response: list[int], opened: bool) -> tuple[int, i
     def reached(count: int) -> int:
         """Characters of ``text`` that the first ``count`` tokens have written; grows with ``count``."""
         prefix = _decode(tokenizer, response[:count])
-        if text.startswith(prefix):
-            return len(prefix)
-        # A prefix that ends within a character decodes to another one there.
-        differ = (at for at, (a, b) in enumerate(zip(prefix, text, strict=False)) if a != b)
-        return next(differ, min(len(prefix), len(text)))
+        # One that ends within a character decodes to another one there.
+        return len(prefix) if text.startswith(prefix) else common_start([prefix, text])
 
     counts = range(len(response) + 1)
     first = bisect_left(counts, start, key=reached) if start else 0
@@ -101,8 +99,7 @@ class EGPOTrainer(TaskTrainer):
 
     def _compute_advantage(self, batch, metrics: dict):
         batch = super()._compute_advantage(batch, metrics)
-        fields = ["advantages", "entropy", "response_mask", "responses", "prompts"]
-        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+        data = fields_of(batch, "advantages", "entropy", "response_mask", "responses", "prompts")
         spans = [
             reasoning_span(self.tokenizer, response.tolist(), opens_thinking(self.tokenizer, prompt[-8:].tolist()))
             for prompt, response in zip(data["prompts"].unbind(), data["responses"].unbind(), strict=True)

@@ -20,7 +20,6 @@ import os
 import re
 import sys
 import tempfile
-import traceback
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -307,8 +306,6 @@ def compared(values: dict, paths: dict[str, dict], critic: bool, liger: bool = F
 
 
 def _line(error: Exception) -> str:
-    if os.environ.get("TRACE"):
-        traceback.print_exc()
     return f"{type(error).__name__}: {one_line(str(error), 200)}"
 
 

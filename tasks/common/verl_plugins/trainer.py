@@ -1,5 +1,5 @@
 """The trainer of every RL method: verl's synchronous one (verl/trainer/ppo/v1/trainer_sync.py), with a checked reward.
-async_trainer.py has the asynchronous one.
+async_trainer.py and separate_trainer.py have the asynchronous ones.
 
 launch/plan.py has every verl process load it.
 """
@@ -178,9 +178,9 @@ class CheckedTrainer(KeepBest):
         super()._log_rollout_data(batch, timing_raw, rollout_data_dir)
 
     def _episodes(self, batch) -> dict[str, dict]:
-        fields = ["responses", "response_mask", "extra_fields"]
-        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
-        rows = zip(batch.keys, *(data[name].unbind() for name in fields[:2]), data["extra_fields"], strict=True)
+        data = fields_of(batch, "responses", "response_mask", "extra_fields")
+        texts = data["responses"].unbind(), data["response_mask"].unbind()
+        rows = zip(batch.keys, *texts, data["extra_fields"], strict=True)
         return {
             key: (more.get("reward_extra_info") or {})
             | {"turns": turn_texts(self.tokenizer, ids.tolist(), mask.tolist())}
@@ -234,8 +234,8 @@ class CheckedTrainer(KeepBest):
         if os.environ.get("ANYWAY") == "0" and (self.global_steps == 1 or self._first):
             self._check_signal(batch)
         correction = self.config.algorithm.get("rollout_correction")
-        masks = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["response_mask"])
-        none = not masks["response_mask"].values().any()  # TRUNCATED=masked, all responses cut off
+        # TRUNCATED=masked, all responses cut off
+        none = not fields_of(batch, "response_mask")["response_mask"].values().any()
         # verl's option for "no old log-probs to compare the engine's with"
         skip = correction and (self._on_policy or none)
         with on_policy.set_to(correction, "bypass_mode", True) if skip else nullcontext():
@@ -288,8 +288,7 @@ class CheckedTrainer(KeepBest):
     def _compute_reward_colocate(self, batch, metrics=None):
         try:
             batch = super()._compute_reward_colocate(batch, metrics)
-            scores = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["rm_scores"])
-            if not torch.isfinite(scores["rm_scores"].values()).all():
+            if not torch.isfinite(fields_of(batch, "rm_scores")["rm_scores"].values()).all():
                 raise RewardError("a score is not a finite number")
         except Exception as error:
             self._save_complete_step()
@@ -339,8 +338,7 @@ class Sample(NamedTuple):
 
 def _samples(batch: KVBatchMeta) -> list[Sample]:
     """The responses of a step, without verl's padding; of a program's sequences (keys uid_session_number) one."""
-    fields = ["uid", "responses", "extra_fields"]
-    data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+    data = fields_of(batch, "uid", "responses", "extra_fields")
     columns = list(data["uid"]), data["responses"].unbind(), list(data["extra_fields"]), batch.tags
     found = {
         key.rpartition("_")[0] or key: Sample(
@@ -350,6 +348,11 @@ def _samples(batch: KVBatchMeta) -> list[Sample]:
         if not tag.get("is_padding", False)
     }
     return [*found.values()]
+
+
+def fields_of(batch: KVBatchMeta, *names: str):
+    """The fields ``names`` of a batch in TransferQueue, as a TensorDict."""
+    return tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=[*names])
 
 
 def _tensors(batch: KVBatchMeta) -> KVBatchMeta:
