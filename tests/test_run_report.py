@@ -406,6 +406,9 @@ def test_lines_that_are_no_rollout_are_skipped_and_the_last_step_that_has_any_is
     assert "1 of 1 rollouts of step 10" in page.text["Samples"]
     write_rollouts(run_dir, [], 11)
     assert report(run_dir).blocks["Samples"][1] == "of step 10"
+    (run_dir / "rollouts/11.jsonl").write_text("[" * 100_000 + "\n")
+    with pytest.raises(SettingsError, match=r"^RUN=mine: cannot be read \(RecursionError"):
+        run_report.write(run_dir)
 
 
 @pytest.mark.parametrize(
