@@ -122,6 +122,48 @@ def test_prompts_that_failed_are_sampled_again_after_a_resume(monkeypatch):
     assert trainer.train_dataloader is loader  # its prompts are in the checkpoint
 
 
+@pytest.mark.parametrize(("staleness", "ahead", "draws"), [(1, 1, 1), (2, 1, 1), (3, 2, 1), (4, 3, 2), (8, 7, 4)])
+def test_no_sample_becomes_older_than_staleness(monkeypatch, staleness, ahead, draws):
+    """In verl's own buffer, with half of the responses much longer than the others."""
+    from random import Random
+
+    from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
+
+    from verl_tasks.verl_plugins import async_trainer
+
+    size, lengths, clock = 2, Random(0), [0]
+    buffer = ReplayBufferAsync("separate_async", {}, staleness + 1, "wait", {})
+    trainer = object.__new__(async_trainer.AsyncTrainer)
+    trainer.parameter_sync_step = draws
+    monkeypatch.setattr(async_trainer.CheckedTrainer, "_build_replay_buffer", lambda self: buffer)
+    assert trainer._build_replay_buffer() is buffer
+    begun, ends = {}, {}
+
+    def look():
+        clock[0] += 1
+        assert clock[0] < 10_000, "waits for ever"
+        for name, keys in (("pending", {}), ("running", {k for k in ends if ends[k] > clock[0]})):
+            getattr(buffer, f"{name}_keys")["train"] = set(keys)
+        buffer.finished_keys["train"] = {key for key in ends if ends[key] <= clock[0]}
+        buffer.prompt_global_steps["train"] = begun
+
+    def begin(count, step):
+        for number in range(len(begun), len(begun) + count):
+            begun[number], ends[number] = step, clock[0] + lengths.choice([1, 50])
+
+    buffer._sync_metadata_from_transfer_queue, buffer._wait_for_next_poll = look, lambda *args: 0
+    begin(ahead * draws * size, 1)
+    ages = []
+    for step in range(1, 80):
+        begin(draws * size, step)
+        for trainer.local_trigger_step in range(draws):
+            complete, _ = buffer.wait_for_sampleable(step, "train", size)
+            for key in buffer._select_prompt_uids("train", complete, size)[0]:
+                ages.append(step - begun[key])
+                del ends[key]
+    assert max(ages) == staleness
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [

@@ -6,23 +6,49 @@ interrupts the other responses, which go on with the new weights. launch/plan.py
 
 import transfer_queue as tq
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, register_trainer
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 import verl_tasks.verl_plugins.admitted  # noqa: F401
 from verl_tasks.verl_plugins.expect import expect
-from verl_tasks.verl_plugins.staleness import VersionedClient, figures
+from verl_tasks.verl_plugins.staleness import VersionedClient, figures, in_time
 from verl_tasks.verl_plugins.trainer import CheckedTrainer
 
 expect(PPOTrainer._reissue_inflight_prompts, 'tag.get("status") in ("pending", "running")')
 expect(PPOTrainer._save_checkpoint, "tq.save_checkpoint(")
+expect(ReplayBufferAsync.wait_for_sampleable, "self._has_enough_samples(global_steps, partition_id, target_count, s")
+expect(ReplayBuffer._select_prompt_uids, "prompt_global_steps_snapshot.get(key, 0)", "ordered_keys[:batch_size]")
 
 
 class OlderSamples(CheckedTrainer):
-    """Metrics beside those of a synchronous training: ``staleness.figures``."""
+    """No sample older than STALENESS steps, and metrics beside those of a synchronous training: ``staleness.figures``.
+
+    verl waits for prompts under way that are that old. Where a step cannot train them all, some would become older."""
 
     def _answers(self, samples):
         found = super()._answers(samples)
         return found | figures((each.versions for each in samples), self.global_steps - 1)
+
+    def _build_replay_buffer(self):
+        buffer = super()._build_replay_buffer()
+        enough = buffer._has_enough_samples
+
+        def enough_in_time(step, partition, size, complete):
+            if not enough(step, partition, size, complete):
+                return False
+            under_way = buffer.pending_keys[partition] | buffer.running_keys[partition]
+            if partition == "val" or buffer.max_off_policy_threshold is None or not under_way:
+                return True
+
+            def room(key):
+                """In the draws that follow, up to the last one that may have ``key``."""
+                steps = buffer.prompt_global_steps[partition][key] + buffer.max_off_policy_threshold - step
+                return size * (steps * self.parameter_sync_step - self.local_trigger_step - 1)
+
+            return in_time(map(room, complete), map(room, under_way), size)
+
+        buffer._has_enough_samples = enough_in_time
+        return buffer
 
     def _rewind(self, data):
         """A checkpoint has the prompts that are under way; a resume samples them again, with those that failed."""
