@@ -15,6 +15,8 @@ from verl_tasks.verl_plugins.staleness import VersionedClient, figures, in_time
 from verl_tasks.verl_plugins.trainer import CheckedTrainer
 
 expect(PPOTrainer._reissue_inflight_prompts, 'tag.get("status") in ("pending", "running")')
+expect(PPOTrainer._load_checkpoint, "self._restored_tq_prompt_count = ")
+expect(PPOTrainer.prepare_step, "self._add_batch_to_generate()")
 expect(PPOTrainer._save_checkpoint, "tq.save_checkpoint(")
 expect(ReplayBufferAsync.wait_for_sampleable, "self._has_enough_samples(global_steps, partition_id, target_count, s")
 expect(ReplayBuffer._select_prompt_uids, "prompt_global_steps_snapshot.get(key, 0)", "ordered_keys[:batch_size]")
@@ -50,12 +52,23 @@ class OlderSamples(CheckedTrainer):
         buffer._has_enough_samples = enough_in_time
         return buffer
 
-    def _rewind(self, data):
+    def _reissue_inflight_prompts(self, partition_id="train"):
         """A checkpoint has the prompts that are under way; a resume samples them again, with those that failed."""
-        failed = [*self.replay_buffer.failure_keys["train"]]
+        tags = (tq.kv_list(partition_id) or {}).get(partition_id, {})
+        failed = [key for key, tag in tags.items() if tag.get("is_prompt") and tag["status"] == "failure"]
         if failed:
-            tag = {"is_prompt": True, "status": "pending", "global_steps": self.global_steps}
-            tq.kv_batch_put(keys=failed, partition_id="train", tags=[tag] * len(failed))
+            tq.kv_batch_put(keys=failed, partition_id=partition_id, tags=[{"status": "pending"} for _ in failed])
+        return super()._reissue_inflight_prompts(partition_id)
+
+    def _add_batch_to_generate(self):
+        """verl's, unless the checkpoint is that of a failed step, and so has the step's prompts already."""
+        restored, self._restored_tq_prompt_count = self._restored_tq_prompt_count, 0
+        ahead = self.config.trainer.v1[self.MODE].num_warmup_batches
+        if restored < (ahead + 1) * self.config.data.train_batch_size:
+            super()._add_batch_to_generate()
+
+    def _rewind(self, data):
+        """Nothing was drawn that the checkpoint has not."""
 
 
 @register_trainer("task_async")
