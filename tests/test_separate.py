@@ -38,6 +38,13 @@ def test_mini_batches_are_drawn_one_by_one_and_the_rate_rises_over_as_many_steps
     assert config.trainer.v1.sampler.max_off_policy_threshold == 5
 
 
+def test_a_large_staleness_samples_no_more_than_the_steps_train_and_has_room_for_it():
+    s = load_settings(TWO | {"STALENESS": "1000000", "STEPS": "20"})
+    config = verl_config.compose("ppo_trainer", verl_config.rl_overrides(s, "model", s.runs_dir))
+    assert config.trainer.v1.separate_async.num_warmup_batches == 19
+    assert config.transfer_queue.backend.SimpleStorage.total_storage_size is None
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
