@@ -111,15 +111,80 @@ def test_an_update_does_not_wait_for_a_request_that_queues_in_vllm(monkeypatch):
 
 
 def test_prompts_that_failed_are_sampled_again_after_a_resume(monkeypatch):
+    """Also one that failed while the step before was saved, and which the checkpoint so has as failed."""
     from verl_tasks.verl_plugins import async_trainer
 
-    trainer, put = object.__new__(async_trainer.AsyncTrainer), mock.Mock()
-    trainer.replay_buffer, trainer.global_steps = SimpleNamespace(failure_keys={"train": {"a"}}), 4
-    trainer.train_dataloader = loader = object()
+    trainer, put, again = object.__new__(async_trainer.AsyncTrainer), mock.Mock(), mock.Mock()
+    tags = {"a": "failure", "b": "running", "c": "finished"}
+    saved = {name: {"is_prompt": True, "status": status, "global_steps": 3} for name, status in tags.items()}
+    saved["a_0_0"] = {"status": "success"}
+    monkeypatch.setattr(async_trainer.tq, "kv_list", lambda partition: {partition: saved})
     monkeypatch.setattr(async_trainer.tq, "kv_batch_put", put)
+    monkeypatch.setattr(async_trainer.PPOTrainer, "_reissue_inflight_prompts", again)
+    trainer._reissue_inflight_prompts()
+    assert put.call_args.kwargs == {"keys": ["a"], "partition_id": "train", "tags": [{"status": "pending"}]}
+    again.assert_called_once()  # verl's, which begins those that are pending
+    trainer.train_dataloader = loader = object()
     trainer._rewind({})
-    assert put.call_args.kwargs["keys"] == ["a"] and put.call_args.kwargs["tags"][0]["status"] == "pending"
     assert trainer.train_dataloader is loader  # its prompts are in the checkpoint
+
+
+def test_a_step_that_failed_does_not_draw_its_prompts_twice(monkeypatch):
+    """Else each failure would let one batch more wait, and samples become older than STALENESS."""
+    from verl_tasks.verl_plugins import async_trainer
+
+    trainer, drawn = object.__new__(async_trainer.AsyncTrainer), []
+    v1 = {"colocate_async": SimpleNamespace(num_warmup_batches=1)}
+    trainer.config = SimpleNamespace(data=SimpleNamespace(train_batch_size=4), trainer=SimpleNamespace(v1=v1))
+    monkeypatch.setattr(async_trainer.PPOTrainer, "_add_batch_to_generate", lambda self: drawn.append(4))
+    for trainer._restored_tq_prompt_count, first in ((0, [4]), (4, [4]), (8, [])):
+        drawn.clear()
+        trainer.prepare_step()
+        assert drawn == first
+        trainer.prepare_step()
+        assert drawn == [*first, 4]
+
+
+@pytest.mark.parametrize(("staleness", "ahead", "draws"), [(1, 1, 1), (2, 1, 1), (3, 2, 1), (4, 3, 2), (8, 7, 4)])
+def test_no_sample_becomes_older_than_staleness(monkeypatch, staleness, ahead, draws):
+    """In verl's own buffer, with half of the responses much longer than the others."""
+    from random import Random
+
+    from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
+
+    from verl_tasks.verl_plugins import async_trainer
+
+    size, lengths, clock = 2, Random(0), [0]
+    buffer = ReplayBufferAsync("separate_async", {}, staleness + 1, "wait", {})
+    trainer = object.__new__(async_trainer.AsyncTrainer)
+    trainer.parameter_sync_step = draws
+    monkeypatch.setattr(async_trainer.CheckedTrainer, "_build_replay_buffer", lambda self: buffer)
+    assert trainer._build_replay_buffer() is buffer
+    begun, ends = {}, {}
+
+    def look():
+        clock[0] += 1
+        assert clock[0] < 10_000, "waits for ever"
+        for name, keys in (("pending", {}), ("running", {k for k in ends if ends[k] > clock[0]})):
+            getattr(buffer, f"{name}_keys")["train"] = set(keys)
+        buffer.finished_keys["train"] = {key for key in ends if ends[key] <= clock[0]}
+        buffer.prompt_global_steps["train"] = begun
+
+    def begin(count, step):
+        for number in range(len(begun), len(begun) + count):
+            begun[number], ends[number] = step, clock[0] + lengths.choice([1, 50])
+
+    buffer._sync_metadata_from_transfer_queue, buffer._wait_for_next_poll = look, lambda *args: 0
+    begin(ahead * draws * size, 1)
+    ages = []
+    for step in range(1, 80):
+        begin(draws * size, step)
+        for trainer.local_trigger_step in range(draws):
+            complete, _ = buffer.wait_for_sampleable(step, "train", size)
+            for key in buffer._select_prompt_uids("train", complete, size)[0]:
+                ages.append(step - begun[key])
+                del ends[key]
+    assert max(ages) == staleness
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,13 @@ def test_mini_batches_are_drawn_one_by_one_and_the_rate_rises_over_as_many_steps
     assert config.trainer.v1.sampler.max_off_policy_threshold == 5
 
 
+def test_a_large_staleness_samples_no_more_than_the_steps_train_and_has_room_for_it():
+    s = load_settings(TWO | {"STALENESS": "1000000", "STEPS": "20"})
+    config = verl_config.compose("ppo_trainer", verl_config.rl_overrides(s, "model", s.runs_dir))
+    assert config.trainer.v1.separate_async.num_warmup_batches == 19
+    assert config.transfer_queue.backend.SimpleStorage.total_storage_size is None
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
@@ -118,11 +125,14 @@ def test_a_step_tells_the_idle_seconds_of_both_sides(monkeypatch):
     from verl_tasks.verl_plugins import separate_trainer
 
     trainer = object.__new__(separate_trainer.SeparateTrainer)
-    trainer._idle_before, trainer._idle = 10.0, mock.Mock(return_value=12.5)
-    monkeypatch.setattr(separate_trainer.OlderSamples, "_compute_metrics", lambda *args, **kwargs: None)
+    trainer._idle = mock.Mock(side_effect=[10.0, 12.5, 20.0])  # the last: a validation after the step
+    for name in ("_compute_metrics", "on_step_begin", "on_step_end"):
+        monkeypatch.setattr(separate_trainer.OlderSamples, name, lambda *args, **kwargs: None)
+    trainer.on_step_begin()
+    trainer.on_step_end()
     metrics = {}
     trainer._compute_metrics(None, metrics, {"gen": 3.0}, global_steps=1, epoch=0)
-    assert metrics == {"idle/sampler": 2.5, "idle/trainer": 3.0} and trainer._idle_before == 12.5
+    assert metrics == {"idle/sampler": 2.5, "idle/trainer": 3.0}
     said = train.idle({1: metrics | {"timing_s/step": 10.0}, 2: {"timing_s/step": 5.0}})
     assert said == "of 10 s the trainer waited 3 s for samples, and vLLM was without a request 2 s"
     assert train.idle({1: {"timing_s/step": 5.0}}) == ""

@@ -41,7 +41,7 @@ def trainer(module, monkeypatch):
     trainer = object.__new__(module.TaskTrainer)
     reward = SimpleNamespace(reward_model=SimpleNamespace(model_path=MODEL))
     trainer.config = SimpleNamespace(reward=reward, trainer=SimpleNamespace(test_freq=-1))
-    trainer.checkpoint_manager = mock.Mock()
+    trainer.checkpoint_manager, trainer.local_trigger_step = mock.Mock(), 0
     trainer.saved, trainer.timing_raw = [], {}
 
     def save(self):
@@ -139,6 +139,23 @@ def test_nothing_is_saved_before_the_first_step(trainer, module, monkeypatch):
     with pytest.raises(module.GroupFailed):
         buffer.sample(global_steps=1, partition_id="train", batch_size=1)
     assert trainer.saved == []
+
+
+def test_a_step_that_is_half_trained_is_not_saved_as_the_one_before(trainer, module, monkeypatch):
+    """ASYNC=separate draws each mini-batch by itself; the first has changed the weights."""
+    trainer.local_trigger_step = 1
+    buffer = buffer_of(trainer, module, monkeypatch, a="failure")
+    with pytest.raises(module.GroupFailed):
+        buffer.sample(global_steps=4, partition_id="train", batch_size=1)
+    assert trainer.saved == []
+    # Before the next step draws, and in a validation of the last, the weights are those of a whole step.
+    monkeypatch.setattr(module.KeepBest, "on_step_begin", lambda self: None)
+    trainer.on_step_begin()
+    trainer._save_complete_step()
+    assert trainer.saved == [(3, {"taken": 3})]
+    trainer._saved, trainer.global_steps, trainer.local_trigger_step = 2, 3, 1
+    trainer._save_complete_step()
+    assert len(trainer.saved) == 2
 
 
 def test_an_engine_that_is_gone_does_not_keep_from_saving(trainer, module, monkeypatch):

@@ -20,9 +20,12 @@ FIRST_SAVE = 300  # seconds
 def whole(folder: Path) -> bool:
     """Whether ``folder`` (global_step_N) has all of its trainer's files, each readable to its end.
 
-    verl: every rank's file of each kind, and the data loader's state, which verl writes last. DPO: a model or an
-    adapter, and all or none of the trainer's state. A folder with a model alone, for evaluation, is whole too.
+    verl: every rank's file of each kind, the data loader's state, and then with ASYNC the prompts under way, which
+    TransferQueue renames when they are complete. DPO: a model or an adapter, and all or none of the trainer's state. A
+    folder with a model alone, for evaluation, is whole too.
     """
+    if (folder / "transfer_queue.tmp").exists():
+        return False
     parts = [part for part in (folder, folder / "actor", folder / "critic") if any(part.glob("*_world_size_*.pt"))]
     loader = [*folder.glob("data.pt"), *folder.glob("data_*.pt")]
     if parts or loader:

@@ -167,6 +167,8 @@ def _async(s: Settings) -> list[str]:
         "trainer.v1.trainer_mode=task_async",
         f"{sampler}_threshold={s.STALENESS + 1}",  # verl counts the versions, the newest too
         f"{sampler}_strategy=wait",
+        # Else as many prompts and responses as verl says end a training (100,000): STALENESS=11 has them, 512 x 16.
+        "transfer_queue.backend.SimpleStorage.total_storage_size=null",
         *(_separate(s) if s.sampling_gpus else []),
     ]
 
@@ -179,8 +181,8 @@ def _separate(s: Settings) -> list[str]:
         "trainer.v1.trainer_mode=task_separate",
         f"{own}.parameter_sync_step={mini_batches}",
         f"actor_rollout_ref.actor.optim.lr_warmup_steps={s.LR_WARMUP * mini_batches}",
-        # One batch less than would make a step wait for the slowest response of the oldest.
-        f"{own}.num_warmup_batches={max(1, s.STALENESS - 1)}",
+        # One batch less than would make a step wait for the slowest response of the oldest; none that no step trains.
+        f"{own}.num_warmup_batches={max(1, min(s.STALENESS, s.STEPS) - 1)}",
         "actor_rollout_ref.hybrid_engine=False",
         f"trainer.n_gpus_per_node={s.training_gpus}",
         f"{rollout}.nnodes={s.NNODES}",

@@ -6,30 +6,70 @@ interrupts the other responses, which go on with the new weights. launch/plan.py
 
 import transfer_queue as tq
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, register_trainer
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 import verl_tasks.verl_plugins.admitted  # noqa: F401
 from verl_tasks.verl_plugins.expect import expect
-from verl_tasks.verl_plugins.staleness import VersionedClient, figures
+from verl_tasks.verl_plugins.staleness import VersionedClient, figures, in_time
 from verl_tasks.verl_plugins.trainer import CheckedTrainer
 
 expect(PPOTrainer._reissue_inflight_prompts, 'tag.get("status") in ("pending", "running")')
+expect(PPOTrainer._load_checkpoint, "self._restored_tq_prompt_count = ")
+expect(PPOTrainer.prepare_step, "self._add_batch_to_generate()")
 expect(PPOTrainer._save_checkpoint, "tq.save_checkpoint(")
+expect(tq.save_checkpoint, 'f"{checkpoint_dir.name}.tmp"', "tmp_dir.rename(checkpoint_dir)")  # runs/checkpoint.py
+expect(ReplayBufferAsync.wait_for_sampleable, "self._has_enough_samples(global_steps, partition_id, target_count, s")
+expect(ReplayBuffer._select_prompt_uids, "prompt_global_steps_snapshot.get(key, 0)", "ordered_keys[:batch_size]")
 
 
 class OlderSamples(CheckedTrainer):
-    """Metrics beside those of a synchronous training: ``staleness.figures``."""
+    """No sample older than STALENESS steps, and metrics beside those of a synchronous training: ``staleness.figures``.
+
+    verl waits for prompts under way that are that old. Where a step cannot train them all, some would become older."""
 
     def _answers(self, samples):
         found = super()._answers(samples)
         return found | figures((each.versions for each in samples), self.global_steps - 1)
 
-    def _rewind(self, data):
+    def _build_replay_buffer(self):
+        buffer = super()._build_replay_buffer()
+        enough = buffer._has_enough_samples
+
+        def enough_in_time(step, partition, size, complete):
+            if not enough(step, partition, size, complete):
+                return False
+            under_way = buffer.pending_keys[partition] | buffer.running_keys[partition]
+            if partition == "val" or buffer.max_off_policy_threshold is None or not under_way:
+                return True
+
+            def room(key):
+                """In the draws that follow, up to the last one that may have ``key``."""
+                steps = buffer.prompt_global_steps[partition][key] + buffer.max_off_policy_threshold - step
+                return size * (steps * self.parameter_sync_step - self.local_trigger_step - 1)
+
+            return in_time(map(room, complete), map(room, under_way), size)
+
+        buffer._has_enough_samples = enough_in_time
+        return buffer
+
+    def _reissue_inflight_prompts(self, partition_id="train"):
         """A checkpoint has the prompts that are under way; a resume samples them again, with those that failed."""
-        failed = [*self.replay_buffer.failure_keys["train"]]
+        tags = (tq.kv_list(partition_id) or {}).get(partition_id, {})
+        failed = [key for key, tag in tags.items() if tag.get("is_prompt") and tag["status"] == "failure"]
         if failed:
-            tag = {"is_prompt": True, "status": "pending", "global_steps": self.global_steps}
-            tq.kv_batch_put(keys=failed, partition_id="train", tags=[tag] * len(failed))
+            tq.kv_batch_put(keys=failed, partition_id=partition_id, tags=[{"status": "pending"} for _ in failed])
+        return super()._reissue_inflight_prompts(partition_id)
+
+    def _add_batch_to_generate(self):
+        """verl's, unless the checkpoint is that of a failed step, and so has the step's prompts already."""
+        restored, self._restored_tq_prompt_count = self._restored_tq_prompt_count, 0
+        ahead = self.config.trainer.v1[self.MODE].num_warmup_batches
+        if restored < (ahead + 1) * self.config.data.train_batch_size:
+            super()._add_batch_to_generate()
+
+    def _rewind(self, data):
+        """Nothing was drawn that the checkpoint has not."""
 
 
 @register_trainer("task_async")

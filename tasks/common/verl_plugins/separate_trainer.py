@@ -62,7 +62,6 @@ class SeparateTrainer(OlderSamples, PPOTrainerSeparateAsync):
     server had no request, the mean of the servers."""
 
     MODE = "separate_async"
-    _idle_before = 0.0
 
     def get_llm_client(self):
         return self.standalone_server_manager.get_client(client_cls=VersionedClient)
@@ -70,11 +69,14 @@ class SeparateTrainer(OlderSamples, PPOTrainerSeparateAsync):
     def _idle(self) -> float:
         return ray.get(self.standalone_server_manager.global_load_balancer.idle_seconds.remote())
 
-    def on_train_begin(self):
+    def on_step_begin(self):
         self._idle_before = self._idle()
-        super().on_train_begin()
+        super().on_step_begin()
+
+    def on_step_end(self):
+        super().on_step_end()
+        self._idled = self._idle() - self._idle_before  # a validation, which comes next, is none of the step
 
     def _compute_metrics(self, batch, metrics, timing_raw, global_steps, epoch):
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
-        before, self._idle_before = self._idle_before, self._idle()
-        metrics.update({SAMPLER: self._idle_before - before, TRAINER: timing_raw["gen"]})
+        metrics.update({SAMPLER: self._idled, TRAINER: timing_raw["gen"]})

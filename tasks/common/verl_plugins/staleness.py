@@ -31,6 +31,15 @@ class VersionedClient(FullyAsyncLLMServerClient, _Part):
         return output
 
 
+def in_time(complete: Iterable[int], under_way: Iterable[int], size: int) -> bool:
+    """Whether all prompts are trained in time if the ``size`` oldest of the ``complete`` are now.
+
+    Both have, of each prompt, how many others can be trained after these before it is too old.
+    """
+    left = sorted([*sorted(complete)[size:], *under_way])
+    return all(before < room for before, room in enumerate(left))
+
+
 def figures(responses: Iterable[list[tuple[int, int]]], policy: int) -> dict[str, float]:
     """Metrics of a step that trains ``policy``, the weights after that step: the mean and largest age of a token in
     steps, and the share of tokens that are not the policy's own. Empty without tokens.

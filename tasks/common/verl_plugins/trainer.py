@@ -124,6 +124,7 @@ class CheckedTrainer(KeepBest):
 
     def on_step_begin(self):
         waits_for(f"the samples and rewards of step {self.global_steps}")
+        self.local_trigger_step = 0  # verl's own is still the last step's
         self._first_save.begin()
         if os.environ.get("ABORT_ON"):
             self._abort_on_broken_rule()
@@ -300,9 +301,9 @@ class CheckedTrainer(KeepBest):
         return batch
 
     def _save_complete_step(self) -> None:
-        """Save the last trained step, whose weights are still the current ones, unless it is saved already."""
+        """Save the last trained step, if its weights are still the current ones and it is not saved already."""
         step, data = self._complete
-        if step <= self._saved:
+        if step <= self._saved or (step < self.global_steps and self.local_trigger_step):
             return
         print(f"saving step {step} before the end", flush=True)
         saves()
