@@ -17,7 +17,6 @@ from tests.test_runs import write_checkpoints
 from verl_tasks.digest import fingerprint
 from verl_tasks.launch import experiments, main, memory_checks
 from verl_tasks.launch.task import exported
-from verl_tasks.machine import hardware, memory
 from verl_tasks.rows import chat, rl_row, rl_schema, write_parquet
 from verl_tasks.runs.folder import rl_run
 from verl_tasks.settings import Command, Settings, SettingsError, load_settings
@@ -271,15 +270,14 @@ def test_the_estimate_of_memory_counts_the_trainings_that_share_a_gpu(n_gpus, th
         return SimpleNamespace(poll=lambda: 0, returncode=0)
 
     monkeypatch.setattr(experiments, "_started", start)
-    plan, gpu = memory_checks.plan(run := next(iter(runs.values())), []), hardware.GPU("", 80, 80)
+    plan = memory_checks.plan(run := next(iter(runs.values())), [])
     for jobs in range(1, len(runs) + 1):
         started.clear()
         experiments.train_at_once(runs, [], jobs)
         sharing = experiments.sharing(jobs, len(experiments.gpu_groups([*runs.values()], jobs)))
-        shapes = memory.shapes_of("embedded")
-        assert set(started) == {(sharing, memory_checks.beside(run, shapes, plan, gpu, sharing)[0].share)}
+        assert set(started) == {(sharing, memory_checks.one_of(run, plan, sharing).share)}
     alone = replace(plan, share=0.123)  # ARGS reach each training as they are
-    assert memory_checks.beside(run, shapes, alone, gpu, 2)[0] == alone
+    assert memory_checks.one_of(run, alone, 2) == alone
 
 
 @pytest.mark.medium

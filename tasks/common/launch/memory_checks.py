@@ -163,15 +163,24 @@ def batches_and_memory(
             yield ok("memory", f"{of}estimated: {memory.summary(shapes, planned, gpu.total)}")
 
 
-def beside(
-    s: Settings, shapes: memory.Shapes, planned: memory.Plan, gpu: hardware.GPU, sharing: int
-) -> tuple[memory.Plan, float]:
-    """``planned`` as one of ``sharing`` trainings on ``gpu`` (experiments.train_at_once), and the bytes that the others
-    hold there: their state between the passes, and their part of vLLM's share. ARGS give each the whole share."""
-    share = planned.share / (sharing if planned.share == s.GPU_MEMORY_UTILIZATION else 1)
-    state, vllm = sum(memory.resting(shapes, planned).values()), share * gpu.total
-    each = memory.OVERHEAD + (max(state, vllm) if planned.samplers else state + vllm)
-    return replace(planned, share=share), (sharing - 1) * each
+def one_of(s: Settings, planned: memory.Plan, sharing: int) -> memory.Plan:
+    """``planned`` as one of ``sharing`` trainings on a GPU (experiments.train_at_once): with its part of vLLM's share.
+    ARGS give each the whole share."""
+    parts = sharing if planned.share == s.GPU_MEMORY_UTILIZATION else 1
+    return replace(planned, share=planned.share / parts)
+
+
+def together(shapes: memory.Shapes, each: memory.Plan, free: float, whole: float, sharing: int) -> list[str]:
+    """Why ``sharing`` trainings do not fit into the ``free`` bytes of a GPU of ``whole``; empty where they do.
+
+    Each counts with its update and with vLLM awake: where six ran out of memory, three took 36 GiB each, more than in
+    either phase alone (docs/GPU.md)."""
+    update, vllm = sum(memory.estimate(shapes, each, whole).update.values()), each.share * whole
+    one = max(update, vllm) if each.samplers else update + vllm  # vLLM may have GPUs of its own
+    if sharing == 1 or sharing * one <= free:
+        return []
+    parts = f"{gb(one)} each, update {gb(update)}, vLLM {gb(vllm)}"
+    return [f"{sharing} trainings on a GPU take up to {gb(sharing * one)} of {gb(free)} ({parts})"]
 
 
 def teacher(s: Settings, found: hardware.Nvidia | None, jobs: Jobs = ALONE) -> Iterator[Finding]:
@@ -219,12 +228,15 @@ def too_much(
         return not any(problems(replace(s, **changes), stage))
 
     def check(at_once: int) -> list[Finding]:
-        each, held = beside(s, shapes, planned, gpu, replace(jobs, count=at_once).sharing)
-        free, ram = max(0, gpu.free - held), ram_bytes / at_once
-        if short := memory.too_much(shapes, each, free, ram, gpu.total, SPARE, takes, there):
+        sharing = replace(jobs, count=at_once).sharing
+        each, ram = one_of(s, planned, sharing), ram_bytes / at_once
+        if crowded := together(shapes, each, gpu.free, gpu.total, sharing):
+            return [error("memory", f"{of}{text}", "lower JOBS") for text in crowded]
+        if short := memory.too_much(shapes, each, gpu.free, ram, gpu.total, SPARE, takes, there):
             return [error("memory", f"{of}{text}", fix) for text, fix in short]
-        less = (1 - SPARE) * free, ram, (1 - SPARE) * gpu.total
-        tight = memory.too_much(shapes, each, *less, takes=takes, there=there)
+        less = (1 - SPARE) * gpu.free, ram, (1 - SPARE) * gpu.total
+        tight = [(text, "lower JOBS") for text in together(shapes, each, less[0], gpu.total, sharing)]
+        tight += memory.too_much(shapes, each, *less, takes=takes, there=there)
         return [warning("memory", f"{of}less than {SPARE:.0%} to spare: {text}", fix) for text, fix in tight]
 
     def state(found: list[Finding]) -> str:
@@ -234,7 +246,7 @@ def too_much(
     found = check(jobs.count) if jobs.count > 1 else alone
     if state(found) == state(alone):
         return alone
-    most = max(fewer for fewer in range(1, jobs.count) if state(check(fewer)) != state(found))
+    most = max(fewer for fewer in range(1, jobs.count) if state(check(fewer)) == state(alone))
     return [replace(found[0], text=f"with JOBS={jobs.count}: {found[0].text}", fix=f"set JOBS={most}")]
 
 
