@@ -721,6 +721,28 @@ def test_the_room_for_checkpoints_is_of_the_best_the_last_and_the_next(changes, 
     assert f"{count} checkpoints need about {doctor.gb(count * bytes_each * parameters)}" in disk.text
 
 
+ACTOR, CRITIC = "actor_rollout_ref.actor.checkpoint.save_contents", "critic.checkpoint.save_contents"
+
+
+@pytest.mark.parametrize(
+    ("given", "arguments", "bytes_each"),
+    [
+        ({}, [f"{ACTOR}=[model,hf_model]"], 8),
+        ({}, [f"{ACTOR}=[hf_model]"], 4),
+        ({}, ["actor_rollout_ref.actor.ppo_epochs=2"], 16),
+        ({}, [f"{ACTOR}=[hf_model]", "no.such.key=1"], 16),  # refused elsewhere
+        ({"METHOD": "ppo"}, [f"{ACTOR}=[model,hf_model]"], 8 + 12),
+        ({"METHOD": "ppo"}, [f"{CRITIC}=[model]"], 16 + 4),
+    ],
+)
+def test_a_checkpoint_needs_room_for_what_args_save_in_it(given, arguments, bytes_each, monkeypatch):
+    monkeypatch.setattr(hardware, "free_disk", lambda path: (path, 0))
+    s = task_settings("countdown", {"MODEL": "embedded", "INIT": "base", **given})
+    needs = f"3 checkpoints need about {doctor.gb(3 * bytes_each * shapes(EMBEDDED_CONFIG).parameters)}"
+    assert needs in next(doctor.disk(s, arguments=arguments)).text
+    assert needs in next(f.text for f in doctor.findings(s, arguments) if f.what == "disk")
+
+
 def test_the_warm_ups_checkpoint_stays_beside_those_of_the_training(monkeypatch, tmp_path):
     monkeypatch.setattr(hardware, "free_disk", lambda path: (path, 0))
     given = {"MODEL": "embedded", "INIT": "sft", "METHOD": "ppo", "ARTIFACTS": str(tmp_path)}
@@ -860,7 +882,8 @@ def test_the_room_for_an_experiments_checkpoints_is_that_of_all_its_trainings(mo
     for step in (2, 4):
         write_checkpoint(made / f"global_step_{step}")
     (made / "latest_checkpointed_iteration.txt").write_text("4")
-    assert needs(5 * 2 + 4, 4, 6 + 4) in next(doctor.disk(s, runs, 4, [])).text  # the same command, continued
+    again = next(doctor.disk(s, runs, 4, continued=True))  # the same command
+    assert needs(5 * 2 + 4, 4, 6 + 4) in again.text
 
 
 # ---- packages

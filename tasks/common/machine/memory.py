@@ -391,14 +391,18 @@ def estimate(model: Shapes, plan: Plan, gpu_bytes: float = 0) -> Estimate:
     return Estimate(ram, state | work | {"contexts": OVERHEAD + asleep}, sampling, vllm)
 
 
-def checkpoint_bytes(whole: int, adapter: int = 0, base_too: bool = False, critic: bool = False) -> float:
-    """Bytes of a checkpoint of a model of ``whole`` parameters: fp32 weights, two moments of Adam, an exported copy.
+def checkpoint_bytes(
+    whole: int, contents: Iterable[str], adapter: int = 0, base_too: bool = False, critic: Iterable[str] = ()
+) -> float:
+    """Bytes of a checkpoint of a model of ``whole`` parameters that has ``contents`` (verl's save_contents): fp32
+    weights, two moments of Adam, an exported copy.
 
     With LoRA of ``adapter`` parameters: the adapter's weights and moments, and where ``base_too`` the base's weights.
-    ``critic``: also its fp32 weights and moments.
+    ``critic``: what it has of a critic.
     """
-    policy = 12 * adapter + 4 * whole * base_too if adapter else 16 * whole
-    return policy + 12 * whole * critic
+    each = {"model": 4 * whole, "optimizer": 8 * whole, "hf_model": 4 * whole}
+    policy = each | {"model": 4 * (adapter + whole * base_too), "optimizer": 8 * adapter} if adapter else each
+    return sum(policy.get(part, 0) for part in contents) + sum(each.get(part, 0) for part in critic)
 
 
 # ---- what does not fit ---------------------------------------------------------------------------------------------
