@@ -173,8 +173,8 @@ def one_of(s: Settings, planned: memory.Plan, sharing: int) -> memory.Plan:
 def together(shapes: memory.Shapes, each: memory.Plan, free: float, whole: float, sharing: int) -> list[str]:
     """Why ``sharing`` trainings do not fit into the ``free`` bytes of a GPU of ``whole``; empty where they do.
 
-    Each counts with its update and with vLLM awake: where six ran out of memory, three took 36 GiB each, more than in
-    either phase alone (docs/GPU.md)."""
+    Each counts with its update and with vLLM awake, an upper bound: six ran out of memory with more in use than either
+    phase takes by itself (docs/GPU.md)."""
     update, vllm = sum(memory.estimate(shapes, each, whole).update.values()), each.share * whole
     one = max(update, vllm) if each.samplers else update + vllm  # vLLM may have GPUs of its own
     if sharing == 1 or sharing * one <= free:
