@@ -26,7 +26,7 @@ from verl_tasks.evaluation import attack, incentive
 from verl_tasks.evaluation.exploits import THINKING, TURN, Form, Row, by_turns, library, shrunk, with_values
 from verl_tasks.evaluation.sample import reward_mark
 from verl_tasks.files import write_json
-from verl_tasks.guarded import Guarded, asks_judge
+from verl_tasks.guarded import Guarded, Result, asks_judge
 from verl_tasks.rewards import gym
 from verl_tasks.rewards.answers import (
     JudgeError,
@@ -635,6 +635,43 @@ def test_a_first_row_whose_right_answer_is_empty_hides_no_partial_credit(s):
 
     (_, (warning, warns)) = told(s, found, score)
     assert warns and "a right answer 1.000" in warning
+
+
+class Slow:
+    """A reward of partial credit alone, whose calls alone move the clock of incentive.py."""
+
+    def __init__(self, call: float, monkeypatch):
+        self.call, self.clock = call, 0.0
+        monkeypatch.setattr(incentive, "time", SimpleNamespace(monotonic=lambda: self.clock))
+
+    def scores(self, text: str, indices: list[int]) -> list[Result]:
+        self.clock += self.call
+        return [Result(score=0.4 if text else 0.0, acc=0.0)]
+
+
+@pytest.mark.parametrize(
+    ("call", "looked"),
+    [
+        (0.0, ""),
+        (0.01, " (from 8 of 8 demonstrations on 20 of 24 prompts, "),
+        (0.05, " (from 3 of 8 demonstrations on 8 of 24 prompts, "),
+        (0.3, " (from 1 of 8 demonstrations on 4 of 24 prompts, "),
+    ],
+)
+def test_of_a_slow_reward_all_guesses_are_tried_on_fewer_prompts(call, looked, s, guessed, monkeypatch):
+    started_at(s, 0.09)
+    (earns, _), (warning, warns) = incentive.told(s, guessed, reward := Slow(call, monkeypatch))
+    took = f"a call of the reward takes {call:.2f} s, a larger SECONDS of make attack looks at more)" if looked else ""
+    assert earns.startswith(f"what guesses earn{looked}{took}: ") and reward.clock < incentive.SECONDS + 3 * call
+    assert all(name in earns for name in ("one answer for all", "a guess of the row's numbers", "one thought for all"))
+    assert warns and "no thought" in warning
+
+
+@pytest.mark.parametrize("call", [1.5, 7.0])
+def test_guesses_that_there_is_no_time_for_are_said(call, s, guessed, monkeypatch):
+    ((line, warns),) = incentive.told(s, guessed, Slow(call, monkeypatch))
+    assert line.startswith(f"what guesses earn was not looked at: a call of the reward takes {call:.2f} s, ")
+    assert not warns
 
 
 def test_rows_without_demonstrations_tell_nothing(s):

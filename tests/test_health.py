@@ -33,6 +33,7 @@ GOOD = [f"h200-{name}" for name in ("countdown-grpo", "gsm8k-grpo", "tool_callin
 # What unlearned its task, what learned to guess without a thought, and what was soon sure of wrong answers.
 BAD = {"h100-char_count": {"fall"}, "h200-countdown-1.5b-guess": {"short", "narrow"}}
 BAD |= {"h200-countdown-1.5b-shown": {"narrow"}}
+BAD |= {f"h200-countdown-1.5b-{rate}": {"short", "narrow"} for rate in ("5e-6", "2e-6")}
 
 
 def real(name: str, machine: str = "h200") -> dict[int, dict]:
@@ -110,6 +111,19 @@ def test_metrics_that_are_fine_or_missing_are_no_finding():
 def test_a_rule_fires_at_its_step_and_not_short_of_it(rule, ill, fine):
     assert found({12: ill}) == [(rule, 12)]
     assert found({12: fine}) == []
+
+
+def test_a_policy_that_is_right_nearly_always_may_be_sure_of_it():
+    """Its samples are alike because they are right: no collapse, which ABORT_ON would end."""
+    sure = {"actor/entropy": 0.004}
+    assert found({12: sure | {"answers/right": 0.96}}) == []
+    assert found({12: sure | {"answers/right": 0.94}}) == [("collapse", 12)] == found({12: sure})
+    same = {"critic/advantages/min": 0.0, "critic/advantages/max": 0.0}
+    told = "100.0% of the samples are right: nothing is left to learn; take harder problems"
+    for right, text in ((1.0, told), (0.5, "which teaches nothing; raise ROLLOUT_N or ")):
+        *_, finding = findings({12: sure | same | {"answers/right": right}}, SETTINGS)
+        assert finding.rule == "zero_variance" and text in finding.text
+    assert found({12: sure | same | {"answers/right": 1.0}}) == [("zero_variance", 12)]
 
 
 def test_a_step_without_a_counted_token_has_means_of_none():

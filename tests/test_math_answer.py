@@ -234,6 +234,29 @@ def test_flexible_takes_the_last_number_where_no_answer_is_marked(response, text
         (r"\cfrac{1}{3}", "1/3", True, True),
         (r"\frac{270}7", r"\frac{270}{7}^\circ", True, True),
         (r"11,\! 111,\! 100", "11111100", True, True),
+        # Words, which math-verify would multiply letter by letter.
+        *((given, "cat", True, False) for given in ("act", r"\text{act}", "x = act", "**Act**", "dog", "the cat")),
+        *((given, "cat", False, False) for given in ("t*c*a", r"t \cdot a \cdot c", "18")),
+        *(
+            (given, "cat", True, True)
+            for given in ("Cat", r"\text{ cat }", "x = cat", '"cat".', "The word is cat", "$cat$")
+        ),
+        *((given, r"\text{Tuesday}", True, True) for given in ("tuesday", r"\textbf{Tuesday}", "Tuesday.")),
+        *((given, "cat, dog", True, right) for given, right in (("dog and cat", True), ("act, dog", False))),
+        *((given, "even or odd", True, right) for given, right in (("odd or even", True), ("odd", False))),
+        *((given, "the side", True, right) for given, right in (("The  side", True), ("side the", False))),
+        *((given, "DNE", True, right) for given, right in (("DNE", True), ("END", False))),
+        *((rf"{sign}theta", "theta", True, True) for sign in ("", "\\")),
+        # Products of letters.
+        *((given, "ab", True, True) for given in ("ba", r"b \cdot a", "b*a")),
+        *((given, "abc", True, True) for given in ("cba", "c*b*a")),
+        *((given, "xyz", True, True) for given in ("zyx", r"x \cdot z \cdot y")),
+        *((given, "mgh", True, True) for given in ("ghm", "m*g*h")),
+        *((given, "2abd", True, right) for given, right in (("2bad", True), ("2ab", False))),
+        *((given, "infinity", True, True) for given in ("infinity", "inf", r"\infty")),
+        *((given, "x and y", True, True) for given in ("y and x", "x, y")),
+        *((each, each, True, True) for each in ("sin x", r"\sin\theta")),
+        (r"\beta\alpha", r"\alpha\beta", True, True),
     ],
 )
 def test_compare(answer, truth, well_formed, right):

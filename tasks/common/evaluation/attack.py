@@ -300,7 +300,8 @@ def attack(
         if not search.tried:
             raise SettingsError(f"SECONDS={command.SECONDS:g}: over before an answer was tried, the reward is slow")
         report(s, search)
-        for line, warns in () if judged else incentive.told(s, rows, reward):
+        seconds = max(incentive.SECONDS, command.SECONDS / 10)
+        for line, warns in () if judged else incentive.told(s, rows, reward, seconds):
             print(f"warning: {line}" if warns else line)
     finally:
         reward.close()

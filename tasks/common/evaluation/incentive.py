@@ -5,6 +5,7 @@ of other rows' demonstrations, so no task is known here.
 """
 
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from verl_tasks.settings import Settings, artifacts, code_digest
 
 MUCH = 0.2  # of what a right answer earns more than none, where no samples of the start are known
 ROWS, SECONDS = 24, 5.0
+POLICIES, LEAST = 3, 2  # how many ``policies`` has; rows that a mean is of at least
 _DIGITS = re.compile(r"\d+(?:\.\d+)?")
 
 
@@ -63,20 +65,33 @@ def policies(others: list[Row]) -> dict[str, Callable[[Row], str | None]]:
     return found
 
 
-def guesses(rows: list[Row], reward: Guarded, seconds: float) -> list[Guess]:
-    """The best guess of each policy over the ``rows``, the one that earns most first; none without demonstrations."""
-    ends, best = time.monotonic() + seconds, {}
-    others = [row for row in rows[:SOME] if row.demonstration]
-    for place in range(len(others)):
-        for name, of_row in policies([*others[place:], *others[:place]]).items():
-            said = {i: text for i, row in enumerate(rows) if (text := of_row(row))}
-            results = [(text, reward.scores(text, [i])[0]) for i, text in said.items() if time.monotonic() < ends]
-            results = [(text, result) for text, result in results if not result.problem]
-            if len(results) < len(rows) / 2:
+def spread(calls: int, demonstrations: int, rows: int) -> tuple[int, int]:
+    """From how many of the ``demonstrations`` guesses are made, and on how many ``rows``, for so many ``calls``: all
+    policies, then SOME rows, then all demonstrations, then all rows."""
+    count = min(rows, max(SOME, calls // (POLICIES * demonstrations)))
+    made = min(demonstrations, calls // (POLICIES * count))
+    return (made, count) if made else (1, calls // POLICIES)
+
+
+def guesses(rows: list[Row], made: int, reward: Guarded, ends: float) -> list[Guess]:
+    """The best guess of each policy over the ``rows``, from ``made`` of their demonstrations, the one that earns most
+    first; none without demonstrations. ``ends``: when the time is over (time.monotonic)."""
+    best, others = {}, [row for row in rows[:SOME] if row.demonstration]
+    for place in range(min(made, len(others))):
+        said = policies([*others[place:], *others[:place]])
+        results = {name: [] for name in said}
+        for i, row in enumerate(rows):
+            if time.monotonic() >= ends:
+                break
+            for name, of_row in said.items():  # all on the same rows, however slow the reward is
+                if text := of_row(row):
+                    results[name] += [(text, each) for each in reward.scores(text, [i]) if not each.problem]
+        for name, found in results.items():
+            if len(found) < len(rows) / 2:
                 continue  # it has an answer to few of them
-            score, right = (mean(values) for values in zip(*((r.score, r.right) for _, r in results), strict=True))
+            score, right = (mean(values) for values in zip(*((r.score, r.right) for _, r in found), strict=True))
             if name not in best or best[name].score < score:
-                best[name] = Guess(name, score, right, results[0][0])
+                best[name] = Guess(name, score, right, found[0][0])
     return sorted(best.values(), key=lambda each: -each.score)
 
 
@@ -110,15 +125,32 @@ def told(s: Settings, rows: list[Row], reward: Guarded, seconds: float = SECONDS
     """Lines on the guesses, and whether each is a warning: a guess earns more than the start's own samples, or much of
     what a right answer does where none are known. What it earns by being right counts beside known samples where it
     leaves out the thought that the demonstrations have: such a guess was learned in place of thinking."""
-    found = guesses(rows, reward, seconds)
-    if not found:
+    if not (demonstrations := sum(bool(row.demonstration) for row in rows[:SOME])):
         return
-    shown = [f"{each.policy}: {each.score:.3f} ({each.right:.0%} right)" for each in found]
-    yield f"what guesses earn: {'; '.join(shown)}", False
-    known, empty = start_score(s), [reward.scores("", [i])[0] for i in range(len(rows[:SOME]))]
+    reward.scores("", [0])  # it may load libraries
+    began, empty, answered = time.monotonic(), [], []
+    for i, row in enumerate(rows[:SOME]):
+        if answered and time.monotonic() - began > seconds / 8:
+            break
+        empty += reward.scores("", [i])
+        answered += reward.scores(row.demonstration, [i]) if row.demonstration else []
     low = min((each.score for each in empty if not each.problem), default=0.0)  # of some rows it may be right
-    high = max(reward.scores(row.demonstration, [i])[0].score for i, row in enumerate(rows[:SOME]) if row.demonstration)
+    high = max(each.score for each in answered)
 
+    call, ends = (time.monotonic() - began) / len([*empty, *answered]), began + seconds
+    calls = max(0, int((ends - time.monotonic()) / call)) if call else sys.maxsize
+    made, count = spread(calls, demonstrations, len(rows))
+    why = f"a call of the reward takes {call:.2f} s, a larger SECONDS of make attack looks at more"
+    if count < LEAST:
+        yield f"what guesses earn was not looked at: {why}", False
+        return
+    if not (found := guesses(rows[:count], made, reward, ends)):
+        return
+    all_of_it = (made, count) == (demonstrations, len(rows))
+    part = f" (from {made} of {demonstrations} demonstrations on {count} of {len(rows)} prompts, {why})"
+    shown = [f"{each.policy}: {each.score:.3f} ({each.right:.0%} right)" for each in found]
+    yield f"what guesses earn{'' if all_of_it else part}: {'; '.join(shown)}", False
+    known = start_score(s)
     thinks = any(THINKING.search(row.demonstration) for row in rows if row.demonstration)
 
     def tempting(guess: Guess) -> float:

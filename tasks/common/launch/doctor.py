@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib.util import cache_from_source, find_spec
 from itertools import chain, islice
 from pathlib import Path
@@ -39,7 +40,7 @@ from verl_tasks.runs import folder, launches, library
 from verl_tasks.settings import Settings, SettingsError, code_digest, teacher_gpus
 from verl_tasks.stages import stage_of
 from verl_tasks.text import one_line
-from verl_tasks.training import parity, verl_versions
+from verl_tasks.training import parity, verl_config, verl_versions
 
 ROWS = 20_000  # checked of each data file, but all of TRAIN_FILE
 PROMPTS = 2_000  # measured in tokens, spread over the file
@@ -88,11 +89,9 @@ def of_machine(
         yield warning("gpu", f"other processes are on GPU {number}: {named}", fix)
 
 
-def disk(
-    s: Settings, runs: Sequence[Settings] = (), jobs: int = 1, arguments: list[str] | None = None
-) -> Iterator[Finding]:
-    """Room for checkpoints, as ``checkpoint_sizes``, and Ray's and NCCL's shared memory."""
-    (existing, free), sizes = hardware.free_disk(s.runs_dir), checkpoint_sizes(s, runs, jobs, arguments)
+def disk(s: Settings, sizes: list[float]) -> Iterator[Finding]:
+    """Room for checkpoints of ``sizes`` bytes, and Ray's and NCCL's shared memory."""
+    existing, free = hardware.free_disk(s.runs_dir)
     if free < (need := sum(sizes)):
         short = f"{existing}: {gb(free)} free, {len(sizes)} checkpoints need about {gb(need)}"
         yield error("disk", short, "free some space, or set ARTIFACTS to a folder on a larger disk")
@@ -103,26 +102,42 @@ def disk(
     yield ok(*found) if shared >= SHARED_MEMORY else warning(*found, "in a container: docker run --shm-size=16g")
 
 
+def save_contents(s: Settings, arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """What a checkpoint has of the policy and of a critic, by verl's config, where ``arguments`` may change it."""
+    if arguments and not s.by_pairs:
+        with suppress(SettingsError):  # the estimate of memory says it
+            config = verl_config.rl_config(s, list(arguments))
+            return config.actor_rollout_ref.actor.checkpoint.save_contents, config.critic.checkpoint.save_contents
+    state = ("model", "optimizer")
+    return (state if s.LORA_RANK else (*state, "hf_model")), state
+
+
 def checkpoint_sizes(
-    s: Settings, runs: Sequence[Settings] = (), jobs: int = 1, arguments: list[str] | None = None
+    s: Settings,
+    runs: Sequence[Settings] = (),
+    jobs: int = 1,
+    arguments: Sequence[str] = (),
+    continued: bool = False,
 ) -> list[float]:
     """Bytes of each checkpoint that will be there at once: the warm-up's, of each round the best and the last, and
     those being written; none where MODEL's size is not known. ``runs``: the trainings of an experiment, ``jobs`` at a
-    time; ``arguments``: of a training that may be continued: those that it has made do not count."""
+    time, with ``arguments``; where they may be ``continued``, those that they have made do not count."""
     shapes = memory.shapes_of(base_model(s.MODEL))
     # An unknown model type is assumed to be bf16.
     if not (parameters := shapes.parameters if shapes else weights_bytes(s.MODEL) // 2):
         return []
     warm_up = "sft" in memory_checks.stages(s, "train")  # where it is there already, no room is needed
+    contents = {run.METHOD: save_contents(run, arguments) for run in of_each_method(s, runs)}
 
-    def size_of(run: Settings, critic: bool) -> float:
+    def size_of(run: Settings, policy: Sequence[str], critic: Sequence[str]) -> float:
         adapter = (shapes.adapter(run.LORA_RANK) if shapes else 1) if run.LORA_RANK else 0
-        return memory.checkpoint_bytes(parameters, adapter, not verl_versions.has_own_trainers(run), critic)
+        return memory.checkpoint_bytes(parameters, policy, adapter, not verl_versions.has_own_trainers(run), critic)
 
-    sizes, largest = [size_of(s, False)] * warm_up, 0.0
+    sizes, largest = [size_of(s, save_contents(s, ())[0], ())] * warm_up, 0.0  # it takes no ARGS
     for run in runs or [s]:
-        size = size_of(run, run.METHOD == "ppo")
-        begun = folder.rounds(run, arguments) if arguments is not None else []
+        policy, critic = contents[run.METHOD]
+        size = size_of(run, policy, critic if run.METHOD == "ppo" else ())
+        begun = folder.rounds(run, list(arguments)) if continued else []
         made = sum(len(each.steps) for each in begun)
         saved = {run.STEPS, *range(0, run.STEPS, run.SAVE_FREQ), *range(0, run.STEPS, run.TEST_FREQ or run.STEPS)} - {0}
         written = len(saved) + (min(saved) > 1)  # and the first within minutes (runs/checkpoint.py)
@@ -428,9 +443,10 @@ def findings(
     smi = hardware.nvidia() if s.STACK != "cpu" else None
     started = time.monotonic()  # without a driver that is slow to start
     wrong = list(model(s))
-    continued = arguments if stage_of(stage).trains else None
+    continued = stage_of(stage).trains
     at_once = jobs_of(s, runs, jobs)
-    checks = [of_machine(s, smi, runs, at_once), disk(s, runs, jobs, continued), packages(s), ray(s)]
+    sizes = checkpoint_sizes(s, runs, jobs, arguments, continued)
+    checks = [of_machine(s, smi, runs, at_once), disk(s, sizes), packages(s), ray(s)]
     checks += [judge(s), reward(s), data(s, stage != "doctor")]
     checks += [of_the_last_run(s)] if stage == "doctor" else []
     if not wrong:

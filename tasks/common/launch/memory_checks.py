@@ -174,6 +174,19 @@ def beside(
     return replace(planned, share=share), (sharing - 1) * each
 
 
+def together(shapes: memory.Shapes, each: memory.Plan, gpu: hardware.GPU, sharing: int) -> list[str]:
+    """Why ``sharing`` trainings may not fit on a GPU; empty where they do.
+
+    Each counts with its update and with vLLM awake, an upper bound: six ran out of memory with more in use than either
+    phase takes by itself (docs/GPU.md)."""
+    update, vllm = sum(memory.estimate(shapes, each, gpu.total).update.values()), each.share * gpu.total
+    one = max(update, vllm) if each.samplers else update + vllm  # vLLM may have GPUs of its own
+    if sharing == 1 or sharing * one <= gpu.free:
+        return []
+    parts = f"{gb(one)} each, update {gb(update)}, vLLM {gb(vllm)}"
+    return [f"{sharing} trainings on a GPU take up to {gb(sharing * one)} of {gb(gpu.free)} ({parts})"]
+
+
 def teacher(s: Settings, found: hardware.Nvidia | None, jobs: Jobs = ALONE) -> Iterator[Finding]:
     """An error where TEACHER's weights in bf16 do not fit into its part of the GPU after those of the training, which
     the teachers of ``jobs`` share, or its window is too short for a prompt, its response and one token more."""
@@ -219,13 +232,16 @@ def too_much(
         return not any(problems(replace(s, **changes), stage))
 
     def check(at_once: int) -> list[Finding]:
-        each, held = beside(s, shapes, planned, gpu, replace(jobs, count=at_once).sharing)
+        sharing = replace(jobs, count=at_once).sharing
+        each, held = beside(s, shapes, planned, gpu, sharing)
         free, ram = max(0, gpu.free - held), ram_bytes / at_once
         if short := memory.too_much(shapes, each, free, ram, gpu.total, SPARE, takes, there):
             return [error("memory", f"{of}{text}", fix) for text, fix in short]
         less = (1 - SPARE) * free, ram, (1 - SPARE) * gpu.total
         tight = memory.too_much(shapes, each, *less, takes=takes, there=there)
-        return [warning("memory", f"{of}less than {SPARE:.0%} to spare: {text}", fix) for text, fix in tight]
+        found = [warning("memory", f"{of}less than {SPARE:.0%} to spare: {text}", fix) for text, fix in tight]
+        crowded = [] if found else together(shapes, each, gpu, sharing)
+        return found + [warning("memory", f"{of}{text}", "lower JOBS") for text in crowded]
 
     def state(found: list[Finding]) -> str:
         return found[0].state if found else "ok"
@@ -234,7 +250,7 @@ def too_much(
     found = check(jobs.count) if jobs.count > 1 else alone
     if state(found) == state(alone):
         return alone
-    most = max(fewer for fewer in range(1, jobs.count) if state(check(fewer)) != state(found))
+    most = max(fewer for fewer in range(1, jobs.count) if state(check(fewer)) == state(alone))
     return [replace(found[0], text=f"with JOBS={jobs.count}: {found[0].text}", fix=f"set JOBS={most}")]
 
 

@@ -76,7 +76,7 @@ def before(s: Settings, composed: Settings, arguments: list[str], target: Target
     real = replace(s, WANDB=0, LOGGER="")  # what is installed here says nothing of them
     machine = {"found": hardware.Nvidia("", "", there), "ram": (math.inf, 0), "composed": composed}
     found += memory_checks.batches_and_memory(real, arguments, "train", **machine)
-    return [*found, *doctor.numbers(s), disk(s, command)]
+    return [*found, *doctor.numbers(s), disk(s, arguments, command)]
 
 
 def tokens(s: Settings, tokenizer) -> Iterator[Finding]:
@@ -94,9 +94,9 @@ def tokens(s: Settings, tokenizer) -> Iterator[Finding]:
         yield error("stop token", text, "correct eos_token_id of generation_config.json")
 
 
-def disk(s: Settings, command: Command) -> Finding:
+def disk(s: Settings, arguments: list[str], command: Command) -> Finding:
     """The room that the real model's checkpoints need, against DISK."""
-    if not (need := sum(doctor.checkpoint_sizes(s))):
+    if not (need := sum(doctor.checkpoint_sizes(s, arguments=arguments))):
         return warning("disk", "checkpoints not estimated", "download MODEL here first")
     text, room = f"checkpoints need about {gb(need)}", command.DISK * 1e9
     if not room:

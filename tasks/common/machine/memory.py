@@ -41,7 +41,10 @@ LOGIT_BYTES = {2: 10, 4: 12}
 FUSED_CHUNK = 512  # tokens of logits at once with use_fused_kernels (verl/utils/experimental/torch_functional.py)
 # Without use_remove_padding a micro-batch by tokens counts real tokens; padding then made up two thirds (countdown).
 PADDED = 3
-OVERHEAD = 2e9  # per GPU: CUDA contexts of trainer and vLLM, NCCL's buffers, CUDA graphs; assumed, not measured
+# Per GPU, measured with 0.5B on an H200 (docs/GPU.md): a trainer at rest held 7.0 GiB, 5.5 of them its weights and
+# moments; the rest, CUDA's context and what the allocator keeps, is rounded up. vLLM asleep held 3.1 GiB: its context
+# and CUDA graphs.
+OVERHEAD, ASLEEP = 2e9, 3.3e9
 PROCESSES = 6.2e9  # RAM of verl's, Ray's and vLLM's processes on the CPU; measured: docs/DOCTOR.md
 MACHINE = 8  # GPUs that one machine has at most
 SHARES = range(5, 95, 5)  # percent of a GPU for vLLM, that doctor advises
@@ -388,17 +391,22 @@ def estimate(model: Shapes, plan: Plan, gpu_bytes: float = 0) -> Estimate:
         ram["vLLM asleep"] = vllm["weights"] * plan.gpus_here
     beside = {} if plan.samplers else resting(model, plan)
     sampling = beside | {"vLLM": plan.share * gpu_bytes, "contexts": OVERHEAD} if plan.share else {}
-    return Estimate(ram, state | work | {"contexts": OVERHEAD}, sampling, vllm)
+    asleep = ASLEEP if plan.share and not plan.samplers else 0
+    return Estimate(ram, state | work | {"contexts": OVERHEAD + asleep}, sampling, vllm)
 
 
-def checkpoint_bytes(whole: int, adapter: int = 0, base_too: bool = False, critic: bool = False) -> float:
-    """Bytes of a checkpoint of a model of ``whole`` parameters: fp32 weights, two moments of Adam, an exported copy.
+def checkpoint_bytes(
+    whole: int, contents: Iterable[str], adapter: int = 0, base_too: bool = False, critic: Iterable[str] = ()
+) -> float:
+    """Bytes of a checkpoint of a model of ``whole`` parameters that has ``contents`` (verl's save_contents): fp32
+    weights, two moments of Adam, an exported copy.
 
     With LoRA of ``adapter`` parameters: the adapter's weights and moments, and where ``base_too`` the base's weights.
-    ``critic``: also its fp32 weights and moments.
+    ``critic``: what it has of a critic.
     """
-    policy = 12 * adapter + 4 * whole * base_too if adapter else 16 * whole
-    return policy + 12 * whole * critic
+    each = {"model": 4 * whole, "optimizer": 8 * whole, "hf_model": 4 * whole}
+    policy = each | {"model": 4 * (adapter + whole * base_too), "optimizer": 8 * adapter} if adapter else each
+    return sum(policy.get(part, 0) for part in contents) + sum(each.get(part, 0) for part in critic)
 
 
 # ---- what does not fit ---------------------------------------------------------------------------------------------

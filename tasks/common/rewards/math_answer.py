@@ -125,6 +125,9 @@ _NO_FORMULA = re.compile(
     r"\s+(?:and\s+)?\d"
 )
 _LITERAL = re.compile(r"\d+(?:\s?[:/-]\s?\d+){2,}")  # 1:2:3, 2024-01-15: no division, no difference
+# A phrase with a word in it: three letters or more, with a vowel. Others may be a product, as abc, xyz and mgh.
+_WORD = r"(?!(?:[a-d]+|[w-z]+|sin|cos|tan|log|exp|inf|infty|infinity)\b)(?=[a-z]*[aeiouy])[a-z]{3,}"
+_PHRASE = re.compile(rf"(?=(?:[a-z]+\s)*{_WORD}\b)[a-z]+(?:\s[a-z]+)*")
 _HALF_DAY = re.compile(r"(?<=\d)\s*([ap])\.?\s?m\b\.?", re.IGNORECASE)  # 1:30 pm
 _RELATION = re.compile(r"[<>≤≥≠]|\\(?:[lg]eq?|neq?)(?![a-zA-Z])")
 
@@ -287,13 +290,21 @@ def _is_no_formula(text: str) -> bool:
     return bool(_NO_FORMULA.search(_FRACTION.sub(" x ", _TEXT.sub(r"\\text", text))))
 
 
+def _phrases(text: str) -> list[str]:
+    """The phrases of a list, in alphabetical order; none where one may be a formula."""
+    parts = re.split(r",|\b(?:and|or)\b", text.casefold())
+    parts = sorted(" ".join(part.strip(" .*_`\"'\n").split()) for part in parts)
+    return parts if all(map(_PHRASE.fullmatch, parts)) else []
+
+
 def compare(answer: str, truth: str) -> tuple[bool, bool]:
     """Whether ``answer`` is well-formed, and whether it equals ``truth``.
 
     Two plain numbers are compared exactly: 18.00 is 18, 0.33 is not 1/3. Anything else goes to math-verify, which
     compares values or formulas in LaTeX, decimals to 6 places. There an answer is well-formed if math-verify reads it
     within its limits of time and memory, and if it is a number where the truth is one. Dates and ratios of three are
-    compared as they stand; a morning is no evening; 1 000 and 3 hours 20 minutes are neither numbers nor formulas.
+    compared as they stand, and so are words, in lists of any order: act is not cat, as products of letters would be. A
+    morning is no evening; 1 000 and 3 hours 20 minutes are neither numbers nor formulas.
     """
     if not answer.strip() or len(answer) > MAX_ANSWER_CHARS:
         return False, False
@@ -307,6 +318,10 @@ def compare(answer: str, truth: str) -> tuple[bool, bool]:
     if number is not None and true is not None and not _computes(truth, r"[\d+\-*/^]"):
         return True, number == true and not _computes(answer, r"[\d^]|^-")  # 2x = 18 does not say 18
     given, wanted = (tidy(text).strip("$ ") for text in (answer, truth))
+    if words := _phrases(wanted):
+        given = given.replace("\\", " ")  # \theta
+        found = [_phrases(given), _phrases(_LABEL.sub("", given))]  # x = cat, the word is cat
+        return any(found), words in found
     if (based := _BASED.fullmatch(wanted)) and based[2]:
         digits = _BASED.fullmatch(given)
         return bool(digits), bool(digits) and digits[1] == based[1] and digits[2] in (None, based[2])

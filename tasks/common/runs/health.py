@@ -41,6 +41,7 @@ FIRST = 3  # steps whose mean is the start; as many are the end
 RISE, EXPLAINED = 0.1, 0.2  # of the mean reward; the least share of it that right answers must rise by
 SHORT = 1 / 3  # of the start's response length
 ALIKE = 0.5  # share of the prompts
+SOLVED = 0.95  # share of right answers from which on samples are alike because they are right
 NARROW, SURE = 0.1, 0.8  # of the start's entropy; the share of right answers from which on a policy may be sure of them
 
 
@@ -163,7 +164,7 @@ def _nan(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
 
 
 def _collapse(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
-    if (value := row.get("actor/entropy", 1.0)) < ENTROPY:
+    if (value := row.get("actor/entropy", 1.0)) < ENTROPY and row.get("answers/right", 0.0) < SOLVED:
         yield (
             f"entropy {value:.4f} < {ENTROPY}: the policy has collapsed, its samples are all alike; lower LR, set "
             "KL_COEF, or raise TEMPERATURE"
@@ -216,10 +217,15 @@ def _mismatch(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
 def _zero_variance(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
     # GRPO's advantages are 0 in a group whose scores are all the same. A critic's are not, nor a teacher's.
     ends = [row.get(f"critic/advantages/{end}") for end in ("min", "max")]
-    if s.METHOD not in ("ppo", "distill") and s.ROLLOUT_N > 1 and ends == [0, 0]:
+    if s.METHOD in ("ppo", "distill") or s.ROLLOUT_N == 1 or ends != [0, 0]:
+        return
+    none = "all advantages are 0: in every group the samples have the same score"
+    if (right := row.get("answers/right", 0.0)) >= SOLVED:
+        yield f"{none}, and {right:.1%} of the samples are right: nothing is left to learn; take harder problems"
+    else:
         yield (
-            "all advantages are 0: in every group the samples have the same score, which teaches nothing; raise "
-            "ROLLOUT_N or TEMPERATURE, or train on the prompts with signal (make probe FILTER=1, TRAIN_FILE)"
+            f"{none}, which teaches nothing; raise ROLLOUT_N or TEMPERATURE, or train on the prompts with signal "
+            "(make probe FILTER=1, TRAIN_FILE)"
         )
 
 
