@@ -274,8 +274,6 @@ def test_the_settings_reach_the_trainer():
     "argument",
     [
         "algorithm.rollout_correction.bypass_mode=True",
-        "trainer.v1.trainer_mode=sync",
-        "trainer.use_v1=False",
         "trainer.v1.egpo.egpo_alpha=0",
     ],
 )

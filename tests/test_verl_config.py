@@ -293,6 +293,16 @@ def test_arguments_that_would_leave_a_run_without_checkpoints_or_metrics_are_ref
     assert str(error.value).startswith(f"ARGS: {name}=") and str(error.value).endswith(f"; set {variable}")
 
 
+@pytest.mark.parametrize("given", [{"METHOD": "egpo"}, {"METHOD": "dapo"}, {"ASYNC": "colocate"}, {}])
+def test_arguments_do_not_choose_another_trainer(given):
+    """verl's own checks no reward, keeps no best checkpoint, and gives EGPO no entropy."""
+    s = settings_of("countdown", **given)
+    for argument in ("trainer.v1.trainer_mode=sync", "trainer.use_v1=False"):
+        with pytest.raises(SettingsError, match=rf"^ARGS: {re.escape(argument)}: "):
+            check_method(s, [argument])
+    assert check_method(s, [f"trainer.v1.trainer_mode={verl_config.trainer_mode(s)}"])
+
+
 def test_arguments_may_save_more_often():
     assert check_method(settings_of("countdown"), ["trainer.save_freq=1", "trainer.logger=[file,console]"])
 

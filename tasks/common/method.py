@@ -18,6 +18,7 @@ class Method:
     BATCH_SIZE: int = 128  # default of TRAIN_BATCH_SIZE where the stack has none
     MINI_BATCHES: int = 1  # optimizer steps of a training step
     TRAINER: str = "verl_tasks.verl_plugins.trainer"  # verl's trainer of it
+    MODE: str = "task"  # the name by which verl knows that trainer
     GPUS: int = 0  # that it takes beside N_GPUS
     PAIRS: bool = False  # learns from pairs with TRL: samples nothing in training, and the pairs make its steps
     REWARD: bool = True  # learns from the task's reward

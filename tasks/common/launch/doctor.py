@@ -9,7 +9,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from importlib.util import cache_from_source, find_spec
 from itertools import chain, islice
 from pathlib import Path
@@ -102,16 +101,6 @@ def disk(s: Settings, sizes: list[float]) -> Iterator[Finding]:
     yield ok(*found) if shared >= SHARED_MEMORY else warning(*found, "in a container: docker run --shm-size=16g")
 
 
-def save_contents(s: Settings, arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """What a checkpoint has of the policy and of a critic, by verl's config, where ``arguments`` may change it."""
-    if arguments and not s.by_pairs:
-        with suppress(SettingsError):  # the estimate of memory says it
-            config = verl_config.rl_config(s, list(arguments))
-            return config.actor_rollout_ref.actor.checkpoint.save_contents, config.critic.checkpoint.save_contents
-    state = ("model", "optimizer")
-    return (state if s.LORA_RANK else (*state, "hf_model")), state
-
-
 def checkpoint_sizes(
     s: Settings,
     runs: Sequence[Settings] = (),
@@ -127,13 +116,13 @@ def checkpoint_sizes(
     if not (parameters := shapes.parameters if shapes else weights_bytes(s.MODEL) // 2):
         return []
     warm_up = "sft" in memory_checks.stages(s, "train")  # where it is there already, no room is needed
-    contents = {run.METHOD: save_contents(run, arguments) for run in of_each_method(s, runs)}
+    contents = {run.METHOD: verl_config.save_contents(run, arguments) for run in of_each_method(s, runs)}
 
     def size_of(run: Settings, policy: Sequence[str], critic: Sequence[str]) -> float:
         adapter = (shapes.adapter(run.LORA_RANK) if shapes else 1) if run.LORA_RANK else 0
         return memory.checkpoint_bytes(parameters, policy, adapter, not verl_versions.has_own_trainers(run), critic)
 
-    sizes, largest = [size_of(s, save_contents(s, ())[0], ())] * warm_up, 0.0  # it takes no ARGS
+    sizes, largest = [size_of(s, verl_config.save_contents(s, ())[0], ())] * warm_up, 0.0  # it takes no ARGS
     for run in runs or [s]:
         policy, critic = contents[run.METHOD]
         size = size_of(run, policy, critic if run.METHOD == "ppo" else ())

@@ -66,7 +66,12 @@ def check_method(s: Settings, arguments: list[str]):
 
 
 def _lost(s: Settings, trainer) -> Iterator[str]:
-    """What ARGS change so that the run's folder would lack the checkpoints or metrics that all else reads there."""
+    """What ARGS change so that the run's folder would lack the checkpoints or metrics that all else reads there: verl's
+    own trainer writes other ones, and checks no reward."""
+    if "v1" in trainer and not trainer.use_v1:
+        yield "ARGS: trainer.use_v1=False: has no trainer of METHOD and ASYNC; leave it out"
+    if "v1" in trainer and (mode := trainer.v1.trainer_mode) != verl_config.trainer_mode(s):
+        yield f"ARGS: trainer.v1.trainer_mode={mode}: is not the trainer of METHOD and ASYNC; set these"
     if trainer.default_local_dir != str(s.runs_dir / "checkpoints"):
         yield f"ARGS: trainer.default_local_dir={trainer.default_local_dir}: is the run's folder; set ARTIFACTS"
     if trainer.total_training_steps != s.STEPS:

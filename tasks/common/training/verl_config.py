@@ -8,6 +8,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from math import isfinite
 from pathlib import Path
 
@@ -157,6 +158,13 @@ def _reward(s: Settings) -> list[str]:
     return [*function, f"+{key}.reward_kwargs.variant={s.REWARD}"] if s.REWARD else function
 
 
+def trainer_mode(s: Settings) -> str:
+    """The name by which verl knows the trainer of METHOD and ASYNC (tasks/common/verl_plugins)."""
+    if s.ASYNC == "off":
+        return method(s.METHOD).MODE
+    return "task_separate" if s.sampling_gpus else "task_async"
+
+
 def _async(s: Settings) -> list[str]:
     """verl_plugins/async_trainer.py, separate_trainer.py; a step waits for prompts that would become too old rather
     than drop them."""
@@ -164,7 +172,6 @@ def _async(s: Settings) -> list[str]:
         return []
     sampler = "trainer.v1.sampler.max_off_policy"
     return [
-        "trainer.v1.trainer_mode=task_async",
         f"{sampler}_threshold={s.STALENESS + 1}",  # verl counts the versions, the newest too
         f"{sampler}_strategy=wait",
         # Else as many prompts and responses as verl says end a training (100,000): STALENESS=11 has them, 512 x 16.
@@ -178,7 +185,6 @@ def _separate(s: Settings) -> list[str]:
     own, rollout = "trainer.v1.separate_async", "actor_rollout_ref.rollout"
     mini_batches = s.TRAIN_BATCH_SIZE // s.MINI_BATCH_SIZE
     return [
-        "trainer.v1.trainer_mode=task_separate",
         f"{own}.parameter_sync_step={mini_batches}",
         f"actor_rollout_ref.actor.optim.lr_warmup_steps={s.LR_WARMUP * mini_batches}",
         # One batch less than would make a step wait for the slowest response of the oldest; none that no step trains.
@@ -267,7 +273,7 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path, chosen: Pass | N
         f"trainer.rollout_data_dir={quoted(run_dir / 'rollouts')}",
         f"trainer.validation_data_dir={quoted(run_dir / 'validation')}",
         "trainer.max_actor_ckpt_to_keep=null",  # KEEP: runs/run.py
-        "trainer.v1.trainer_mode=task",  # tasks/common/verl_plugins/trainer.py
+        f"trainer.v1.trainer_mode={trainer_mode(s)}",
         "trainer.val_before_train=False",
         f"trainer.test_freq={s.TEST_FREQ or -1}",
     ]
@@ -372,6 +378,16 @@ def rl_config(s: Settings, arguments: Sequence[str] = ()):
             if shared > 1:
                 raise SettingsError(f"{key}={shared}: {problem}")
     return config
+
+
+def save_contents(s: Settings, arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """What a checkpoint has of the policy and of a critic, by verl's config, where ``arguments`` may change it."""
+    if arguments and not s.by_pairs:
+        with suppress(SettingsError):  # the estimate of memory says it
+            config = rl_config(s, arguments)
+            return config.actor_rollout_ref.actor.checkpoint.save_contents, config.critic.checkpoint.save_contents
+    state = ("model", "optimizer")
+    return (state if s.LORA_RANK else (*state, "hf_model")), state
 
 
 def _of_another_engine(argument: str) -> bool:

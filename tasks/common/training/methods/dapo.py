@@ -10,7 +10,7 @@ from verl_tasks.training.methods import grpo
 DEFAULTS = {"TRUNCATED": "shaped", "CLIP_LOW": "0.2", "CLIP_HIGH": "0.28"}  # the paper's (section 4.1)
 # The first of a step's mini-batches is on-policy: nothing is clipped there.
 MINI_BATCHES = 4
-TRAINER = "verl_tasks.verl_plugins.dynamic_sampling"
+TRAINER, MODE = "verl_tasks.verl_plugins.dynamic_sampling", "dapo"
 ASYNC = False
 MAX_BATCHES = 10  # of prompts sampled for one step, as in the authors' scripts
 
@@ -20,7 +20,6 @@ def overrides(s: Settings) -> list[str]:
     return [
         *grpo.overrides(s),
         "actor_rollout_ref.actor.loss_agg_mode=token-mean",
-        "trainer.v1.trainer_mode=dapo",
         "algorithm.filter_groups.enable=True",
         "algorithm.filter_groups.metric=score",  # the task's reward, without the penalty
         f"algorithm.filter_groups.max_num_gen_batches={MAX_BATCHES}",

@@ -6,7 +6,7 @@ The term itself is in verl_plugins/egpo.py: verl hands no advantage estimator th
 from verl_tasks.settings import Settings
 from verl_tasks.training.methods import grpo
 
-TRAINER = "verl_tasks.verl_plugins.egpo"
+TRAINER, MODE = "verl_tasks.verl_plugins.egpo", "egpo"
 ASYNC = False
 warning = grpo.warning
 
@@ -15,7 +15,6 @@ def overrides(s: Settings) -> list[str]:
     """What EGPO sets in verl's config."""
     return [
         *grpo.overrides(s),
-        "trainer.v1.trainer_mode=egpo",
         f"+trainer.v1.egpo.egpo_lambda={s.EGPO_LAMBDA}",
         f"+trainer.v1.egpo.egpo_alpha={s.EGPO_ALPHA}",
     ]
@@ -28,9 +27,6 @@ def problem(config) -> str | None:
             "algorithm.rollout_correction.bypass_mode=True: skips the pass that gives METHOD=egpo the entropy; "
             "take another METHOD, or leave it off"
         )
-    mode, v1 = config.trainer.v1.trainer_mode, config.trainer.use_v1
-    if mode != "egpo" or not v1:
-        return f"trainer.v1.trainer_mode={mode}, trainer.use_v1={v1}: METHOD=egpo has a trainer of its own; leave both"
     if not config.trainer.v1.egpo.egpo_alpha > 0:
         return f"trainer.v1.egpo.egpo_alpha={config.trainer.v1.egpo.egpo_alpha}: must be greater than 0"
     return grpo.problem(config)
