@@ -44,9 +44,10 @@ class Record(dict):
 class Records:
     """The records of one file. ``for record in records`` reads it from the start each time.
 
-    ``.json`` is an array of objects or one object per line; ``.csv`` has a header and all its values are text; text is
-    UTF-8. ``split``: "train" or "test" when the file is such a part of a data set. Raises DataError that names file and
-    row (from 0; in JSONL the line, from 1) of the first record that cannot be used, and of the next nine.
+    ``.json`` is an array of objects or one object per line; ``.csv`` has a header, which shows the separator (comma,
+    semicolon or tab), and all its values are text; text is UTF-8. ``split``: "train" or "test" when the file is such a
+    part of a data set. Raises DataError that names file and row (from 0; in JSONL the line, from 1) of the first record
+    that cannot be used, and of the next nine.
     """
 
     def __init__(self, path: Path | str, split: str | None = None):
@@ -73,7 +74,8 @@ class Records:
             problem = str(error)
         except (OSError, UnicodeDecodeError, csv.Error, pa.ArrowException) as error:
             after = f"after {place}: " if place else ""
-            problem = f"{after}not readable {self.path.suffix[1:]} ({one_line(str(error), 200)})"
+            todo = "; save it as UTF-8" if isinstance(error, UnicodeDecodeError) else ""
+            problem = f"{after}not readable {self.path.suffix[1:]} ({one_line(str(error), 200)}){todo}"
         if problem:
             yield str(self.path), DataError(problem)
 
@@ -217,7 +219,11 @@ def _decoded(content: bytes) -> object:
 def _csv(path: Path) -> Iterator[tuple[str, dict | DataError]]:
     csv.field_size_limit(LONGEST)
     with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file, strict=True)
+        # Excel writes semicolons where a comma is the decimal sign: what divides the header into most names.
+        header = next(filter(str.strip, iter(lambda: file.readline(LONGEST), "")), "")
+        separator = max(",;\t", key=lambda each: len(next(csv.reader([header], delimiter=each), ())))
+        file.seek(0)
+        reader = csv.reader(file, delimiter=separator, strict=True)
         rows = filter(None, reader)  # without empty lines
         header = next(rows, [])
         if len(set(header)) < len(header) or "" in header:
