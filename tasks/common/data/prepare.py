@@ -32,6 +32,7 @@ from verl_tasks.rows import (
     sft_row,
     sft_schema,
     tools_of,
+    truth_problem,
     write_parquet,
 )
 from verl_tasks.settings import Settings, SettingsError, load_settings
@@ -70,6 +71,8 @@ class Examples:
         for example in examples:
             if not isinstance(example, str) and (problem := messages_problem(example.messages())):
                 raise DataError(f"the prompt {problem}")
+            if not isinstance(example, str) and (problem := truth_problem(example.ground_truth)):
+                raise DataError(f"the ground truth {problem}")
             shown = None if isinstance(example, str) else example.demonstration
             if not isinstance(shown, str | None) and messages_problem(shown):
                 raise DataError(f"the demonstration must be text, or messages, is {one_line(repr(shown), 80)}")
@@ -311,6 +314,8 @@ def _counted(examples: Iterator[Example | None]) -> Iterator[Example | None]:
         for made, example in enumerate(examples, 1):
             if not isinstance(example, Example | None):
                 raise DataError(f"example {made} is no prepare.Example, but {one_line(repr(example), 80)}")
+            if example and (problem := truth_problem(example.ground_truth)):
+                raise DataError(f"example {made}: the ground truth {problem}")
             yield example
     except (DataError, SettingsError):
         raise
