@@ -249,7 +249,8 @@ def _gold_row(settings: Settings, side: str, index: int, example: Example) -> go
 
 def _refuse_nothing_right(settings: Settings, entry: dict) -> None:
     if entry["demonstrations"] and not entry["right"]:
-        advice = f"mend {settings.reward_file.name} or the demonstrations"
+        adds_up = ", where a right episode's rewards add up to 1," if settings.multi_turn else ""
+        advice = f"mend {settings.reward_file.name}{adds_up} or the demonstrations"
         raise DataError(f"gold check: {gold.said(entry, settings)}; nothing is right: {advice}")
 
 
