@@ -413,7 +413,7 @@ def test_calls_that_earn_more_each_time_are_named(folder, monkeypatch, step, sai
 def test_an_episode_whose_rewards_never_add_up_to_1_says_so(folder, monkeypatch):
     monkeypatch.setattr(calculator_environment, "step", lambda self, action: Step(reward=0.1, done=not action.calls))
     monkeypatch.delattr("tasks.calculator.environment.wrong_forms")
-    with pytest.raises(DataError, match="nothing is right: mend .*, where a right episode's rewards add up to 1, or"):
+    with pytest.raises(DataError, match="where a right episode's rewards add up to 1, or"):
         prepare(settings("calculator", **EPISODES), {"toy": stock})
 
 
