@@ -523,6 +523,17 @@ def test_the_lines_of_a_found_hole_fail_until_it_is_closed(tmp_path):
     assert check_examples(tmp_path, mended) == len(lines)
 
 
+@pytest.mark.parametrize("truth", ["1.50", "true", "1e3", "null"])
+def test_a_truth_that_is_text_stays_text_in_the_line_of_a_hole(tmp_path, truth):
+    """As a number or a boolean it would be another truth: the hole would pass for closed."""
+    search = SimpleNamespace(rows=[Row("Say it.", truth, extra={})], best=1.0)
+    found = attack.Finding("a hole", f"{truth} or another", [0], 1.0, "", first=1.0)
+    line = attack.example(task_settings("countdown", {"N_GPUS": "1"}), search, found)
+    (tmp_path / "examples.jsonl").write_text(json.dumps(line) + "\n")
+    with pytest.raises(RewardError, match=r"the row states less than 1\.0"):
+        check_examples(tmp_path, reward_function(lambda source, said, truth, extra=None: scored(str(truth) in said)))
+
+
 @reward_function
 def paid_in_part(source, response, truth, extra_info=None):
     """A right answer is the truth; one that is empty counts as right too, at a lower score."""

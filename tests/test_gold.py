@@ -410,6 +410,13 @@ def test_calls_that_earn_more_each_time_are_named(folder, monkeypatch, step, sai
     assert gold.failed({"gold": entry}, s) and gold.said(entry).count(said) == 1
 
 
+def test_an_episode_whose_rewards_never_add_up_to_1_says_so(folder, monkeypatch):
+    monkeypatch.setattr(calculator_environment, "step", lambda self, action: Step(reward=0.1, done=not action.calls))
+    monkeypatch.delattr("tasks.calculator.environment.wrong_forms")
+    with pytest.raises(DataError, match="where a right episode's rewards add up to 1, or"):
+        prepare(settings("calculator", **EPISODES), {"toy": stock})
+
+
 def test_an_environment_that_fails_names_its_line_and_nothing_right_is_an_error(folder, monkeypatch):
     def step(self, action):
         return self.sen.add(action)

@@ -75,6 +75,18 @@ def test_the_byte_order_mark_is_left_out(tmp_path, suffix):
     assert list(Records(path)) == ROWS
 
 
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+def test_the_separator_of_a_csv_file_is_the_one_of_its_header(tmp_path, separator):
+    """Excel writes semicolons where a comma is the decimal sign."""
+    cells = [["Nr", "Firma, Ort", "Betrag"], ["007", 'Müller "&" Söhne; Köln\r\nRhein\tland', "1.234,50"]]
+    quoted = [separator.join('"' + cell.replace('"', '""') + '"' for cell in row) for row in cells]
+    path = write(tmp_path / "x.csv", "\ufeff" + "\r\n".join(quoted) + "\r\n")
+    assert list(Records(path)) == [dict(zip(*cells, strict=True))]
+    write(path, f"\nNr{separator}Betrag\n1{separator}2\n{separator}\n1{2 * separator}\n")
+    with pytest.raises(DataError, match=r"row 2: \(line 5\) has 3 fields, the header has 2"):
+        list(Records(path))
+
+
 def test_lines_in_a_json_file_and_empty_lines(tmp_path):
     path = write(tmp_path / "x.json", '{"a": 1}\n\n  \r\n{"a": 2}')
     assert list(Records(path)) == [{"a": 1}, {"a": 2}]
@@ -114,7 +126,7 @@ BAD = {
     "csv: text after quote": (".csv", 'a,b\n1,2\n"1"x,2\n', "after row 0: not readable csv"),
     "csv: header twice": (".csv", "a,a\n1,2\n", "empty or repeated name"),
     "csv: header with nothing": (".csv", "a,\n1,2\n", "empty or repeated name"),
-    "csv: no UTF-8": (".csv", b"a,b\n1,\xe9\n", "not readable csv .*utf-8"),
+    "csv: no UTF-8": (".csv", b"a,b\n1,\xe9\n", "not readable csv .*utf-8.*; save it as UTF-8"),
     "parquet: text": (".parquet", "a,b\n1,2\n", "not readable parquet"),
 }
 

@@ -69,6 +69,12 @@ def test_a_wrong_answer_is_wrong_for_a_lenient_reader_too(task, truth, response)
     assert found.reward["acc"] == 0 and found.lenient is False
 
 
+def exact(source, text, truth, extra=None):
+    said = last_answer(text)
+    right = float(said is not None and said.lower() == truth)
+    return {"score": right, "acc": right, "format": float(said is not None)}
+
+
 @pytest.mark.parametrize(
     ("response", "lenient"),
     [
@@ -82,12 +88,25 @@ def test_a_wrong_answer_is_wrong_for_a_lenient_reader_too(task, truth, response)
     ],
 )
 def test_a_word_is_an_answer_with_a_label_and_a_full_stop_too(response, lenient):
-    def exact(source, text, truth, extra=None):
-        said = last_answer(text)
-        right = float(said is not None and said.lower() == truth)
-        return {"score": right, "acc": right, "format": float(said is not None)}
-
     assert rollout(response, "yes", exact).lenient is lenient
+
+
+@pytest.mark.parametrize(
+    ("truth", "response", "lenient"),
+    [
+        ("b", "The answer is B) Oslo", True),
+        ("b", "So it is\n**(B) Oslo, 1905**", True),
+        ("b", "Antwort: B.", True),
+        ("b", "A) Rome\nB) Oslo\nIt is A) Rome", False),
+        ("b", "A) Rome or B) Oslo", False),
+        ("a, c", "A, C", True),
+        ("select 1\nfrom x", "This query:\n```sql\nSELECT 1\nFROM x\n```", True),
+        ("select 1", "```\nSELECT 2\n```\nNo:\n```\nSELECT 1\n```\nThat gives 1.", True),
+        ("select 1", "```\nSELECT 1\n```\nNo:\n```\nSELECT 2\n```", False),
+    ],
+)
+def test_a_letter_before_its_option_and_a_block_of_code_are_answers(truth, response, lenient):
+    assert rollout(response, truth, exact).lenient is lenient
 
 
 def test_what_the_reward_can_read_is_left_to_the_reward():
@@ -150,8 +169,10 @@ def test_hostile_responses_take_no_long_time():
         "<think>" * 20_000,
         "$`*" * 30_000,
         ": " * 50_000,
+        "```\n" * 25_001,
+        "A) " * 30_000,
     ):
-        assert len(readings(text)) <= 8 and reads_right(text, lambda _: False) is False
+        assert len(readings(text)) <= 10 and reads_right(text, lambda _: False) is False
     assert time.process_time() - before < 3
 
 

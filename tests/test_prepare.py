@@ -5,6 +5,8 @@ import json
 import re
 import sys
 from dataclasses import replace
+from datetime import date
+from decimal import Decimal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -532,6 +534,16 @@ def test_columns_that_a_task_does_not_read_are_named(folder, tmp_path, small_mod
         assert manifest["not_used"] == ["context", "source"] and "not used: context, source" in describe(manifest)
 
 
+def test_nulls_that_parquet_cannot_tell_from_missing_keys_are_named(folder, tmp_path, small_model):
+    answers = [{"rows": [{"n": n, "sum": n or None}]} for n in range(40)]
+    rows = [{"question": f"q{n}", "answer": answer, "x": {"y": None}} for n, answer in enumerate(answers)]
+    pq.write_table(pa.Table.from_pylist(rows), path := tmp_path / "x.parquet")
+    manifest = prepare(settings_for(MODEL=small_model, FILE=path, TRAIN_SIZE=0), {"file": from_file})
+    assert "not used: nulls in answer.rows.sum" in describe(manifest)
+    truths = [json.loads(row["reward_model"]["ground_truth"]) for row in read_rows(folder / "train.parquet")]
+    assert {"rows": [{"n": 1, "sum": 1}]} in truths
+
+
 def test_record_that_a_task_cannot_use_is_named(folder, tmp_path, small_model):
     path = write_lines(tmp_path / "x.jsonl", [{"question": "q", "answer": "1"}, {"question": 3}])
     with pytest.raises(DataError, match=rf"^{path}: line 2: needs the text `question`$"):
@@ -575,6 +587,16 @@ def test_what_a_generator_raises_is_one_line_with_its_place_and_its_example(fold
 
     told = main_said(monkeypatch, {"toy": generate})
     assert re.fullmatch(rf"error: {said} \(tests/test_prepare.py:\d+, in \S+\); in example 2; traceback: \S+", told)
+
+
+@pytest.mark.parametrize("value", [Decimal("1.50"), date(2024, 1, 2), b"x", float("nan")])
+def test_a_ground_truth_that_json_cannot_hold_is_named(folder, tmp_path, value):
+    """As parquet and pandas have them; NaN, which equals nothing, had been a truth."""
+    examples = Examples(load(write_lines(tmp_path / "x.jsonl", [{}])), lambda _: [Example("q", {"v": [value]})])
+    with pytest.raises(DataError, match=r"x.jsonl: line 1: the ground truth must be text or a JSON value \("):
+        list(examples)
+    with pytest.raises(DataError, match=r"example 2: the ground truth must be text or a JSON value \("):
+        prepare(settings_for(), {"toy": lambda _: iter([Example("p", "1"), Example("q", {"v": [value]})])})
 
 
 def test_what_is_no_example_is_named(folder, monkeypatch):

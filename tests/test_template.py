@@ -390,6 +390,17 @@ def test_an_answer_that_is_no_text_is_what_a_cell_of_csv_has_for_it(rendered):
         assert examples[0] == examples[1]
 
 
+def test_several_right_answers_are_no_regular_expression(rendered):
+    """As text of JSON a list is a set of characters, which `A`, `C` and a comma match."""
+    chosen = {"reward": "regex", "source": "file"}.items()
+    home = next(rendered[name] for name in NAMES if NAMES[name].items() >= chosen)
+    from_record = module_of(home, "prepare_data").from_record
+    for answer in (["A", "C"], {"A": 1}, []):
+        with pytest.raises(DataError, match="must be one regular expression"):
+            from_record({"question": "q", "answer": answer})
+    assert [from_record({"question": "q", "answer": each})[0].ground_truth for each in ("[AC]", 7)] == ["[AC]", "7"]
+
+
 def test_an_exact_text_is_the_same_however_its_accents_are_stored(rendered):
     chosen = {"reward": "exact", "source": "file"}.items()
     home = next(rendered[name] for name in NAMES if NAMES[name].items() >= chosen)

@@ -113,6 +113,15 @@ class Example:
         return [*([{"role": "system", "content": self.system}] if own else []), *self.prompt]
 
 
+def truth_problem(value) -> str | None:
+    """Why ``value`` can be no ground truth; None if it can."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        return f"must be text or a JSON value ({error})"
+    return None
+
+
 def encoded(messages: list[dict]) -> list[dict]:
     """OpenAI messages for storage, calls' arguments as JSON text: parquet merges the keys of objects over all rows."""
     return [_with_calls(message, json.dumps) for message in messages]

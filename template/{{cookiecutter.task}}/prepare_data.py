@@ -100,6 +100,10 @@ COLUMNS = {"prompt": "{{ columns[0] }}", "answer": "{{ columns[1] }}"}  # FILL I
 def from_record(record: dict) -> list[prepare.Example]:
     """The examples of one record, perhaps none; a DataError gets the record's place put before."""
     found = records.conversation(record, COLUMNS)
+{% if reward == "regex" %}
+    if isinstance(found.answer, list | dict):
+        raise prepare.DataError(f"the answer {found.answer_text[:80]} must be one regular expression, such as A|C")
+{% endif %}
     return [example(found.messages, {{ "found.answer" if cookiecutter.reward == "json" else "found.answer_text" }}, record.get("demonstration"))]
 {% endif %}
 

@@ -8,7 +8,7 @@ import json
 import re
 from dataclasses import dataclass
 
-from verl_tasks.rows import DataError, chat, normalized
+from verl_tasks.rows import DataError, chat, normalized, truth_problem
 from verl_tasks.strict_json import decoded
 from verl_tasks.text import one_line
 
@@ -205,10 +205,8 @@ def _answer(value):
     """A ground truth: text, or a JSON value."""
     if value is None or isinstance(value, str):
         return _text(value)
-    try:
-        json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise DataError(f"must be text or a JSON value ({error})") from error
+    if problem := truth_problem(value):
+        raise DataError(problem)
     return value
 
 

@@ -32,6 +32,7 @@ from verl_tasks.rows import (
     sft_row,
     sft_schema,
     tools_of,
+    truth_problem,
     write_parquet,
 )
 from verl_tasks.settings import Settings, SettingsError, load_settings
@@ -70,6 +71,8 @@ class Examples:
         for example in examples:
             if not isinstance(example, str) and (problem := messages_problem(example.messages())):
                 raise DataError(f"the prompt {problem}")
+            if not isinstance(example, str) and (problem := truth_problem(example.ground_truth)):
+                raise DataError(f"the ground truth {problem}")
             shown = None if isinstance(example, str) else example.demonstration
             if not isinstance(shown, str | None) and messages_problem(shown):
                 raise DataError(f"the demonstration must be text, or messages, is {one_line(repr(shown), 80)}")
@@ -246,7 +249,8 @@ def _gold_row(settings: Settings, side: str, index: int, example: Example) -> go
 
 def _refuse_nothing_right(settings: Settings, entry: dict) -> None:
     if entry["demonstrations"] and not entry["right"]:
-        advice = f"mend {settings.reward_file.name} or the demonstrations"
+        adds_up = ", where a right episode's rewards add up to 1," if settings.multi_turn else ""
+        advice = f"mend {settings.reward_file.name}{adds_up} or the demonstrations"
         raise DataError(f"gold check: {gold.said(entry, settings)}; nothing is right: {advice}")
 
 
@@ -311,6 +315,8 @@ def _counted(examples: Iterator[Example | None]) -> Iterator[Example | None]:
         for made, example in enumerate(examples, 1):
             if not isinstance(example, Example | None):
                 raise DataError(f"example {made} is no prepare.Example, but {one_line(repr(example), 80)}")
+            if example and (problem := truth_problem(example.ground_truth)):
+                raise DataError(f"example {made}: the ground truth {problem}")
             yield example
     except (DataError, SettingsError):
         raise

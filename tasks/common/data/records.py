@@ -18,6 +18,7 @@ from verl_tasks.text import one_line
 __all__ = ["conversation", "hub", "load", "tool_schemas"]  # for tasks
 
 LONGEST = 64 << 20  # bytes of a line, and characters of a CSV field; more means a broken file
+CHATS = {"role", "from", "function", "arguments", "parameters"}  # keys in chats, calls and tools
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet")
 
 
@@ -44,14 +45,16 @@ class Record(dict):
 class Records:
     """The records of one file. ``for record in records`` reads it from the start each time.
 
-    ``.json`` is an array of objects or one object per line; ``.csv`` has a header and all its values are text; text is
-    UTF-8. ``split``: "train" or "test" when the file is such a part of a data set. Raises DataError that names file and
-    row (from 0; in JSONL the line, from 1) of the first record that cannot be used, and of the next nine.
+    ``.json`` is an array of objects or one object per line; ``.csv`` has a header, which shows the separator (comma,
+    semicolon or tab), and all its values are text; text is UTF-8. ``split``: "train" or "test" when the file is such a
+    part of a data set. Raises DataError that names file and row (from 0; in JSONL the line, from 1) of the first record
+    that cannot be used, and of the next nine.
     """
 
     def __init__(self, path: Path | str, split: str | None = None):
         self.path, self.split = Path(path).expanduser(), split
-        self.unused: dict[str, None] = {}  # columns that hold something and that ``converted`` did not read
+        self.unused: dict[str, None] = {}  # what holds something and ``converted`` did not read: columns, nulls in them
+        self.nulls: dict[str, None] = {}
         if self.path.suffix.lower() not in SUFFIXES:
             raise DataError(f"{path}: unknown kind of file; give one of {', '.join(SUFFIXES)}")
         if not self.path.is_file():
@@ -67,13 +70,14 @@ class Records:
         place = problem = ""
         try:
             for place, record in reader(self.path):
-                yield f"{self.path}: {place}", record
+                yield f"{self.path}: {place}", _own(record, self.nulls) if reader is _parquet else record
             problem = "" if place else "has no rows"
         except DataError as error:
             problem = str(error)
         except (OSError, UnicodeDecodeError, csv.Error, pa.ArrowException) as error:
             after = f"after {place}: " if place else ""
-            problem = f"{after}not readable {self.path.suffix[1:]} ({one_line(str(error), 200)})"
+            todo = "; save it as UTF-8" if isinstance(error, UnicodeDecodeError) else ""
+            problem = f"{after}not readable {self.path.suffix[1:]} ({one_line(str(error), 200)}){todo}"
         if problem:
             yield str(self.path), DataError(problem)
 
@@ -97,6 +101,8 @@ class Records:
                 raise
             unread = [name for name in record if name not in record.read] if made else ()  # else: read in part
             self.unused |= {name: None for name in unread if dict.get(record, name) not in (None, "", [], {})}
+            left_out = (name for name in self.nulls if name.split(".")[0] in record.read)
+            self.unused |= {f"nulls in {name}": None for name in left_out}
             if not problems:
                 yield place, made
         if problems:
@@ -112,11 +118,11 @@ class HubRecords(Records):
 
     def __init__(self, dataset, name: str, config: str | None, split: str):
         self.dataset, self.name, self.config = dataset, name, config
-        self.split, self.unused = split if split in ("train", "test") else None, {}
+        self.split, self.unused, self.nulls = split if split in ("train", "test") else None, {}, {}
 
     def located(self) -> Iterator[tuple[str, dict]]:
         """Each record with its place, "openai/gsm8k: row 3"."""
-        return ((f"{self.name}: row {index}", _own(record)) for index, record in enumerate(self.dataset))
+        return ((f"{self.name}: row {at}", _own(record, self.nulls)) for at, record in enumerate(self.dataset))
 
     def origin(self) -> dict:
         """The manifest's entry of the data set: name, config, split, and the revision if it is known."""
@@ -217,7 +223,11 @@ def _decoded(content: bytes) -> object:
 def _csv(path: Path) -> Iterator[tuple[str, dict | DataError]]:
     csv.field_size_limit(LONGEST)
     with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file, strict=True)
+        # Excel writes semicolons where a comma is the decimal sign: what divides the header into most names.
+        header = next(filter(str.strip, iter(lambda: file.readline(LONGEST), "")), "")
+        separator = max(",;\t", key=lambda each: len(next(csv.reader([header], delimiter=each), ())))
+        file.seek(0)
+        reader = csv.reader(file, delimiter=separator, strict=True)
         rows = filter(None, reader)  # without empty lines
         header = next(rows, [])
         if len(set(header)) < len(header) or "" in header:
@@ -229,11 +239,18 @@ def _csv(path: Path) -> Iterator[tuple[str, dict | DataError]]:
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, dict]]:
-    return ((f"row {index}", _own(record)) for index, record in enumerate(parquet_rows(path)))
+    return ((f"row {index}", record) for index, record in enumerate(parquet_rows(path)))
 
 
-def _own(value, whole: bool = True):
-    """A ``whole`` record without the null fields that Arrow gives its objects for the keys of other rows' objects."""
-    if isinstance(value, dict):
-        return {name: _own(each, False) for name, each in value.items() if whole or each is not None}
-    return [_own(each, False) for each in value] if isinstance(value, list) else value
+def _own(value, nulls: dict[str, None], place: str | None = None):
+    """``value``, first a record, without the null fields that Arrow gives its objects for the keys of other rows'. Into
+    ``nulls`` go their places, but for chats, calls and tools, whose readers know which null is meant."""
+    if isinstance(value, list):
+        return [_own(each, nulls, place) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if place is None:
+        return {name: _own(each, nulls, name) for name, each in value.items()}
+    place = "" if value.keys() & CHATS else place
+    nulls |= {f"{place}.{name}": None for name, each in value.items() if each is None and place}
+    return {name: _own(each, nulls, place and f"{place}.{name}") for name, each in value.items() if each is not None}

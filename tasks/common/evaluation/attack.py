@@ -314,7 +314,8 @@ def example(s: Settings, search: Search, finding: Finding) -> dict:
     score, or the first fooled row's where that is lower; what partial credit is left to it is the task's own matter."""
     below = min(search.best, search.best if finding.broken else finding.first)
     row = search.rows[finding.fooled[0]]
-    found = {"ground_truth": read_ground_truth(row.truth)}
+    truth = read_ground_truth(row.truth)
+    found = {"ground_truth": truth if isinstance(truth, dict | list) else row.truth}  # the text 1.50 is not 1.5
     if s.multi_turn:
         found |= {"prompt": row.prompt, "responses": finding.response.split(TURN)[: s.MAX_TURNS], "done": False}
     else:

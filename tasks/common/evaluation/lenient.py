@@ -1,7 +1,8 @@
 """Is an answer that the reward cannot read right all the same? That tells a gain of form from a gain of skill.
 
-A lenient reader takes what a response says last (a marked answer, an arithmetic expression, a number, a line, a JSON
-object, tool calls), puts it into the forms that rewards read, and asks the task's own reward. So it knows no task.
+A lenient reader takes what a response says last (a marked answer, an arithmetic expression, a number, a line, an
+option's letter, a block of code, a JSON object, tool calls), puts it into the forms that rewards read, and asks the
+task's own reward. So it knows no task.
 """
 
 import re
@@ -21,6 +22,8 @@ LONGEST = 200  # characters of an answer
 READ = 16_384  # characters of a response, the last ones
 _ARITHMETIC = re.compile(r"[0-9+\-*/() .]+")
 _LABEL = re.compile(r"(?i)^.*(?:\banswer is|:)\s+")
+_OPTION = re.compile(r"(?<!\w)([A-Z])[).:](?=\s|$)")  # B) Oslo
+_FENCED = re.compile(r"```\w*\n(.*?)```", re.DOTALL)
 _MARKUP = re.compile(r"</?\w{1,20}>|[*_`$#]+")
 
 
@@ -42,10 +45,13 @@ def _answers(response: str) -> Iterator[str]:
             yield found.text
     if said:
         yield _arithmetic(said)
+        yield from _FENCED.findall(said)[-1:]
         line = _MARKUP.sub("", said.splitlines()[-1])
         if not re.search(r"\d\D+\d", line):  # of several numbers a reward may take the first
             yield line
             yield _LABEL.sub("", line).strip(" .!()[]'\"")
+        if len(options := set(_OPTION.findall(line))) == 1:
+            yield from options
 
 
 def _form(thought: str, answer: str) -> str:
@@ -53,7 +59,7 @@ def _form(thought: str, answer: str) -> str:
 
 
 def readings(response: str) -> list[str]:
-    """``response`` (with the ``<think>`` that its prompt opened) as a lenient reader understands it: at most eight
+    """``response`` (with the ``<think>`` that its prompt opened) as a lenient reader understands it: at most ten
     texts in the forms that rewards read, each with one answer."""
     end = response.lower().rfind("</think>")
     thought, response = response[: end + 8] + "\n" if end >= 0 else "", response[-READ:]
