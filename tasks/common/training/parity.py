@@ -82,17 +82,21 @@ def play(s: Settings) -> dict:
     """Compare the stack's passes with the plain model, once for each config, version and method with a critic.
 
     Returns ``paths``, of each one tried its result and whether it ``agrees``, ``liger``, the same of the last one with
-    liger-kernel, and ``noise``, what of MODEL's config is random in a pass and is turned off; or ``unknown`` or
-    ``refused``, why none was compared; empty for a stack without PATHS.
+    liger-kernel, and ``noise``, what of MODEL's config is random in a pass and is turned off; or ``unknown``,
+    ``refused`` or ``unsampled``, why none was compared; empty for a stack without PATHS, and for a plain model where
+    the best pass is transformers' own.
     """
     if not paths(s):
         return {}
     if not (config := _config(s, ask=True)):
         return {"unknown": f"MODEL={s.MODEL} has no config.json here or in the hub's cache"}
+    if s.STACK == "cpu" and memory.plain(config):
+        return {}
     file = _file(s, config)
     if not file.is_file():
         print("comparing the passes of the training with the plain model (20 s) ...", flush=True)
         request = {"config": config, "paths": paths(s), "liger": liger(s), "critic": s.METHOD == "ppo"}
+        request["samples"] = s.STACK == "cpu"  # a GPU's vLLM may not import without one
         answer = _asked(request)
         if "broken" in answer:
             return {"unknown": answer["broken"]}
