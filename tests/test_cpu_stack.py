@@ -266,7 +266,7 @@ def test_who_sleeps_is_woken_by_a_message_soon_after_another(queue):
 
 @pytest.mark.slow
 def test_new_weights_of_a_convolution_reach_what_its_layer_reads(monkeypatch):
-    """As in Falcon-H1 and Granite 4, whose layers read a view of the original, and in Qwen3.5, whose read the packed."""
+    """As in Falcon-H1 and Granite 4, whose layers read a view of the original, and Qwen3.5, whose read the packed."""
     from verl_tasks.verl_plugins.cpu import kept_weights
 
     def receives(worker):

@@ -216,7 +216,8 @@ def test_a_prompt_is_computed_once_where_that_was_compared_and_not_turned_off(se
 @pytest.mark.parametrize("stack", ["cpu", "a100"])
 def test_other_stacks_do_not_have_liger(stack):
     s = load_settings({"STACK": stack, "TASK": "gsm8k", "STAGE": "train", "N_GPUS": "1", "MODEL": "embedded"})
-    assert not parity.liger(s) and not any("use_liger=True" in each for each in verl_config.rl_overrides(s, "m", Path("r")))
+    overrides = verl_config.rl_overrides(s, "m", Path("r"))
+    assert not parity.liger(s) and not any("use_liger=True" in each for each in overrides)
 
 
 @pytest.mark.parametrize("name", current.PATHS)

@@ -27,8 +27,8 @@ from verl_tasks.evaluation.episodes import Stage, play_all
 from verl_tasks.evaluation.rollouts import SAMPLED, Rollout
 from verl_tasks.files import write_json
 from verl_tasks.machine.hardware import cpu_dtype
-from verl_tasks.models.chat_template import exchanges, opens_thinking, shown_ids
 from verl_tasks.models.attention import attention
+from verl_tasks.models.chat_template import exchanges, opens_thinking, shown_ids
 from verl_tasks.models.merge import base_model, is_adapter
 from verl_tasks.process import die_with_parent
 from verl_tasks.rewards.answers import RewardError

@@ -2,9 +2,9 @@
 
 Standard input: a JSON object with ``config`` (what config.json holds), ``paths`` (PATHS of a stack), ``liger``,
 whether the stack has liger-kernel, ``critic``, whether there is one, and ``samples``, whether vLLM is asked for the
-family (training/parity.py). The last line of standard output is what `compared` returns: of each path tried the largest error of a log-prob (nats), the relative error of the
-gradient and of the critic's values, or why it failed, up to the first that agrees; then the same of that path with
-liger-kernel.
+family (training/parity.py). The last line of standard output is what `compared` returns: of each path tried the largest
+error of a log-prob (nats), the relative error of the gradient and of the critic's values, or why it failed, up to the
+first that agrees; then the same of that path with liger-kernel.
 
 verl's own engine takes a small random model of that config, with all sequences in a pass as the path packs or pads
 them. transformers' eager model takes each sequence alone. Both are in float32 on the CPU, with a reference in place of
