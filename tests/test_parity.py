@@ -328,6 +328,13 @@ def test_a_family_that_vllm_cannot_load_is_refused(settings, monkeypatch):
     assert finding.state == "error" and why in finding.text
 
 
+@pytest.mark.parametrize("values", [{"num_experts": 4}, {"text_config": {"num_local_experts": 4}}])
+def test_experts_are_refused_on_a_cpu(settings, values):
+    """vLLM packs them anew after each update, and 1.3 nats a token (k3) lay between it and the trainer."""
+    (finding,) = doctor.numbers(on_cpu(settings(model_type="qwen3_moe", **values)))
+    assert finding.state == "error" and "experts" in finding.text
+
+
 @pytest.mark.medium
 def test_vllm_is_asked_whether_it_can_load_a_family(tmp_path):
     """The module of one is a stub that lacks a package, as qwen3_5's does without torchvision."""
