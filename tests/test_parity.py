@@ -330,7 +330,7 @@ def test_a_family_that_vllm_cannot_load_is_refused(settings, monkeypatch):
 
 @pytest.mark.parametrize("values", [{"num_experts": 4}, {"text_config": {"num_local_experts": 4}}])
 def test_experts_are_refused_on_a_cpu(settings, values):
-    """vLLM packs them anew after each update, and 1.3 nats a token (k3) lay between it and the trainer."""
+    """After an update 1.3 nats a token (k3) lay between vLLM and the trainer of a small random Qwen3-MoE."""
     (finding,) = doctor.numbers(on_cpu(settings(model_type="qwen3_moe", **values)))
     assert finding.state == "error" and "experts" in finding.text
 
