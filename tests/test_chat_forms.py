@@ -169,13 +169,29 @@ def test_templates_for_chats_with_tools_and_without_are_not_mixed(small_model):
         prompt_ids(own, PROMPT)
 
 
-@pytest.mark.parametrize(("left_out", "role"), [("system", "system"), ("user", "user")])
-def test_a_template_that_leaves_out_a_role_is_refused(small_model, left_out, role):
+def leaving_out(small_model, role: str):
     from transformers import AutoTokenizer
 
     own = AutoTokenizer.from_pretrained(small_model)
-    own.chat_template = own.chat_template.replace(
-        "m['content']", f"(m['content'] if m['role'] != '{left_out}' else '')"
-    )
-    with pytest.raises(ValueError, match=f"leaves out messages of the role {role}"):
-        prompt_ids(own, PROMPT if role == "system" else PROMPT[1:])
+    own.chat_template = own.chat_template.replace("m['content']", f"(m['content'] if m['role'] != '{role}' else '')")
+    return own
+
+
+def test_a_template_that_leaves_out_the_user_is_refused(small_model):
+    with pytest.raises(ValueError, match="leaves out messages of the role user"):
+        prompt_ids(leaving_out(small_model, "user"), PROMPT[1:])
+
+
+@pytest.mark.parametrize("how", ["leaves out", "refuses", "alternates"])
+def test_a_template_without_a_system_message_has_it_in_the_users_first(small_model, how):
+    """Gemma 2's refuses the role, Mixtral's wants the user first."""
+    own = leaving_out(small_model, "system")
+    plain = leaving_out(small_model, "").chat_template
+    refusals = {"refuses": "messages[0].role == 'system'", "alternates": "messages[0].role != 'user'"}
+    if how in refusals:
+        own.chat_template = f"{{% if {refusals[how]} %}}{{{{ raise_exception('no') }}}}{{% endif %}}{plain}"
+    told = [{"role": "user", "content": f"{SYSTEM}\n\nWhat is 347 * 58?"}]
+    assert prompt_ids(own, PROMPT) == prompt_ids(own, told)
+    assert prompt_ids(own, PROMPT[:1]) == prompt_ids(own, [{"role": "user", "content": SYSTEM}])
+    with_tools = own.decode(prompt_ids(own, PROMPT, TOOLS))
+    assert SYSTEM in with_tools and "<tools>" in with_tools and "system\n" not in with_tools

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import pytest
 import torch
@@ -261,3 +262,29 @@ def test_who_sleeps_is_woken_by_a_message_soon_after_another(queue):
         while len(read) == number:
             time.sleep(0.0001)
         assert time.monotonic() - began < 3  # vLLM's reader looks by itself after 5 s
+
+
+@pytest.mark.slow
+def test_new_weights_of_a_convolution_reach_what_its_layer_reads(monkeypatch):
+    """As in Falcon-H1 and Granite 4, whose layers read a view of the original, and Qwen3.5, whose read the packed."""
+    from verl_tasks.verl_plugins.cpu import kept_weights
+
+    def receives(worker):
+        assert layer.weight.shape == (32, 1, 4)
+        layer.weight.data.copy_(new)
+        kept_weights._keep_weight(layer, remove_weight=True)  # verl's step 3
+
+    layer, new = torch.nn.Module(), torch.randn(32, 1, 4).bfloat16()
+    layer.weight = torch.nn.Parameter(torch.zeros(32, 1, 4, dtype=torch.bfloat16), requires_grad=False)
+    read = layer.weight.view(32, 4)
+    monkeypatch.setattr(kept_weights.OwnSocketExtension, "update_weights_from_ipc", receives)
+    worker = object.__new__(kept_weights.CPUColocateWorkerExtension)
+    worker.model_runner = types.SimpleNamespace(model=torch.nn.Sequential(layer))
+    kept_weights._keep_weight(layer, remove_weight=True)
+    for _ in range(2):
+        new = torch.randn(32, 1, 4).bfloat16()
+        worker.update_weights_from_ipc()
+        assert torch.equal(read, new[:, 0])
+    packs = torch.cpu._is_avx512_bf16_supported()
+    assert (layer.weight.shape == (32, 1, 4)) == (not packs)
+    assert torch.equal(layer.weight.flatten().sort()[0], new.flatten().sort()[0])

@@ -167,10 +167,10 @@ def test_tokens_are_those_of_evaluation_and_sft(tmp_path, tokenizer, thinks):
 
 def test_what_is_left_out_is_counted_by_reason(tmp_path, tokenizer):
     tokenizer.chat_template = (
-        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + tokenizer.chat_template
+        "{% if messages[0].role == 'assistant' %}{{ raise_exception('no') }}{% endif %}" + tokenizer.chat_template
     )
     rows = [{"prompt": "2+2?", "chosen": "4", "rejected": text} for text in ("5", "4", "5" * 60)]
-    rows.append({"prompt": [{"role": "system", "content": "s"}, *USER], "chosen": "4", "rejected": "5"})
+    rows.append({"prompt": [{"role": "assistant", "content": "s"}, *USER], "chosen": "4", "rejected": "5"})
     path = written(tmp_path / "pairs.jsonl", rows)
     prompt = len(prompt_ids(tokenizer, USER))
     kept, left_out = token_pairs(path, tokenizer, prompt + 60)  # "5" * 60 and <|im_end|> are 61 tokens
@@ -415,6 +415,23 @@ def test_a_continued_training_follows_the_formula_and_is_the_uninterrupted_one(s
     start, ours, theirs = weights(small_model), weights(export(Run.read(run_dir))), weights(export(Run.read(whole)))
     assert all(ours[name].equal(theirs[name]) for name in ours)
     assert not any(ours[name].equal(start[name]) for name in ours)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "wanted"),
+    [
+        ("llama", {"attn_implementation": "varlen"}, "sdpa"),
+        ("gemma2", {}, "eager"),
+        ("gemma2", {"attn_logit_softcapping": None}, "sdpa"),
+        ("gpt_oss", {}, "eager"),
+    ],
+)
+def test_a_soft_cap_and_sinks_are_not_left_out(tmp_path, kind, values, wanted):
+    """transformers' sdpa takes a soft cap, and does nothing with it."""
+    from verl_tasks.models.attention import attention
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind} | values))
+    assert attention(str(tmp_path)) == wanted
 
 
 @pytest.mark.long

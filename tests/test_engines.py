@@ -170,6 +170,30 @@ def test_vllm_agrees_with_transformers_also_with_the_weights_that_it_takes(engin
 
 
 @pytest.mark.slow
+def test_a_model_with_recurrent_layers_is_sampled_and_takes_no_other_weights(small_model, tmp_path, monkeypatch):
+    """On a CPU vLLM keeps no prompts of theirs, which it would want in parts; and it would keep some old weights."""
+    from transformers import FalconH1Config, FalconH1ForCausalLM
+
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setattr("verl_tasks.evaluation.engines.cpu_dtype", cpu_dtype)  # not what the fixture has put there
+    from verl_tasks.evaluation.engines import VLLMEngine
+
+    values = json.loads((small_model / "config.json").read_text())
+    kept = {n: values[n] for n in values if n.endswith("_token_id") or n.startswith(("num_", "hidden_size", "vocab"))}
+    mamba = {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1}
+    config = FalconH1Config(**kept | mamba, initializer_range=0.2, intermediate_size=96)
+    model, other = (str(shutil.copytree(small_model, tmp_path / name)) for name in ("model", "other"))
+    for folder in (model, other):
+        FalconH1ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    engine = VLLMEngine(model, 300, HOW.seed, 0.2)
+    dtype = str(engine.llm.model_config.dtype).removeprefix("torch.")
+    theirs = by_transformers(AutoModelForCausalLM.from_pretrained(model, dtype=dtype), engine.tokenizer)
+    found, taken = asked(engine), engine.load(other)
+    engine.close()
+    assert agreeing(found, theirs) >= 3 and not taken
+
+
+@pytest.mark.slow
 def test_a_prompt_that_is_too_long_is_not_sampled_and_an_answer_is_streamed(engine):
     ((_, (found,)),) = engine.generate([Request(9, "sampled", [{"role": "user", "content": "x" * 300}])], HOW)
     assert found.finish_reason == "prompt_too_long"

@@ -79,18 +79,18 @@ def test_a_model_without_a_chat_template_is_refused_in_one_line_before_sampling(
 
 
 def test_a_chat_that_the_template_refuses_is_named_before_an_engine_starts(small_model, tmp_path):
-    """One of each form is tried: here only the second prompt has a system message."""
+    """One of each form is tried: here only the second prompt begins with the model."""
     folder = tmp_path / "refuses"
     shutil.copytree(small_model, folder)
     template = folder / "chat_template.jinja"
-    refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+    refusal = "{% if messages[0]['role'] == 'assistant' %}{{ raise_exception('the user first') }}{% endif %}"
     template.write_text(refusal + template.read_text())
     job = Job(str(folder), "rows.parquet", 0, Sampling(1, False, 1.0, 1.0, 9, 9, 0), Hardware())
     user = {"role": "user", "content": "hi"}
     plain = [Request(index, "sampled", [user]) for index in (0, 2)]
     check_chat(job, plain)
-    with pytest.raises(DataError, match=r"refuses: prompt 1 of rows.parquet: .* no system here; take another MODEL"):
-        check_chat(job, [*plain, Request(1, "sampled", [{"role": "system", "content": "think"}, user])])
+    with pytest.raises(DataError, match=r"refuses: prompt 1 of rows.parquet: .* the user first; take another MODEL"):
+        check_chat(job, [*plain, Request(1, "sampled", [{"role": "assistant", "content": "hm"}, user])])
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
     with pytest.raises(DataError, match=r"token \d+ of its tokenizer, and its weights know 100; take the tokenizer"):

@@ -216,7 +216,8 @@ def test_a_prompt_is_computed_once_where_that_was_compared_and_not_turned_off(se
 @pytest.mark.parametrize("stack", ["cpu", "a100"])
 def test_other_stacks_do_not_have_liger(stack):
     s = load_settings({"STACK": stack, "TASK": "gsm8k", "STAGE": "train", "N_GPUS": "1", "MODEL": "embedded"})
-    assert not parity.liger(s) and not any("liger" in each for each in verl_config.rl_overrides(s, "m", Path("r")))
+    overrides = verl_config.rl_overrides(s, "m", Path("r"))
+    assert not parity.liger(s) and not any("use_liger=True" in each for each in overrides)
 
 
 @pytest.mark.parametrize("name", current.PATHS)
@@ -297,8 +298,60 @@ def test_other_methods_configs_and_stacks_have_results_of_their_own(settings):
     assert parity.decided(s) == parity.Pass("sdpa", packed=False, fused=False)
     for other in (settings(METHOD="ppo"), settings(hidden_size=128)):
         assert parity.decided(other) == parity.best(s)
-    given = {"STACK": "cpu", "TASK": "gsm8k", "STAGE": "train"}
+    given = {"STACK": "a100", "TASK": "gsm8k", "STAGE": "train", "N_GPUS": "1"}
     assert parity.decided(load_settings(given)) is None and not [*doctor.numbers(load_settings(given))]
+
+
+def on_cpu(s):
+    return load_settings({"STACK": "cpu", "TASK": "gsm8k", "STAGE": "train", "MODEL": s.MODEL})
+
+
+def test_on_a_cpu_a_plain_model_takes_transformers_own_pass_at_once_and_others_the_first_that_is_right(
+    settings, monkeypatch
+):
+    asked, kinds = [], ("qwen3", "gemma2")
+    soft_cap = {"padded, sdpa": result(False, nats=4.2), "padded, eager": result(True)}
+    monkeypatch.setattr(parity, "_asked", lambda request: asked.append(request) or {"paths": soft_cap, "noise": {}})
+    taken = []
+    for s in (on_cpu(settings(model_type=kind)) for kind in kinds):
+        found = [finding.state for finding in doctor.numbers(s)]
+        config = verl_config.rl_config(s).actor_rollout_ref.model
+        taken.append((found, config.override_config.attn_implementation, config.use_remove_padding))
+    assert taken == [([], "sdpa", False), (["warning"], "eager", False)]
+    assert [(request["config"]["model_type"], request["samples"]) for request in asked] == [("gemma2", True)]
+
+
+def test_a_family_that_vllm_cannot_load_is_refused(settings, monkeypatch):
+    why = "this vLLM cannot load X (No module named 'torchvision')"
+    monkeypatch.setattr(parity, "_asked", lambda request: {"unsampled": why})
+    (finding,) = doctor.numbers(on_cpu(settings(model_type="gemma3")))
+    assert finding.state == "error" and why in finding.text
+
+
+@pytest.mark.parametrize("values", [{"num_experts": 4}, {"text_config": {"num_local_experts": 4}}])
+def test_experts_are_refused_on_a_cpu(settings, values):
+    """After an update 1.3 nats a token (k3) lay between vLLM and the trainer of a small random Qwen3-MoE."""
+    (finding,) = doctor.numbers(on_cpu(settings(model_type="qwen3_moe", **values)))
+    assert finding.state == "error" and "experts" in finding.text
+
+
+@pytest.mark.medium
+def test_vllm_is_asked_whether_it_can_load_a_family(tmp_path):
+    """The module of one is a stub that lacks a package, as qwen3_5's does without torchvision."""
+    program = """
+import json, sys
+from vllm.model_executor.models import registry
+from verl_tasks.verl_plugins.parity import unsampled
+missing = registry._LazyRegisteredModel(module_name="no_such_package", class_name="X")
+registry.ModelRegistry.models["XForCausalLM"] = missing
+said = [unsampled({"architectures": [name]}) for name in ("XForCausalLM", "LlamaForCausalLM", "UnknownForCausalLM")]
+print(json.dumps(said))
+"""
+    environment = os.environ | parity.ENVIRONMENT | {"PYTHONPATH": parity.PYTHON_PATH}
+    child = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr[-2000:]
+    lacks, *others = json.loads(child.stdout.splitlines()[-1])
+    assert "cannot load XForCausalLM" in lacks and "no_such_package" in lacks and others == ["", ""]
 
 
 # ---- the small model

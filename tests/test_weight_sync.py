@@ -173,6 +173,28 @@ def test_both_ends_have_the_address_in_the_launchs_folder(own_sockets, tmp_path,
     assert own_sockets.own(VERLS) == VERLS
 
 
+@pytest.mark.medium
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_that_is_tied_is_not_sent(own_sockets, monkeypatch, tied):
+    """vLLM's Gemma 2 has none of its own, and refuses it."""
+    import asyncio
+    from types import SimpleNamespace
+
+    sent = []
+
+    async def update(self, weights, **kwargs):
+        sent.extend(name for name, _ in weights)
+
+    monkeypatch.setattr(own_sockets.ServerAdapter, "update_weights", update)
+    monkeypatch.setattr(own_sockets, "waits_for", lambda *words: None)
+    adapter = object.__new__(own_sockets.OwnSocketAdapter)
+    adapter.model_config = SimpleNamespace(hf_config=SimpleNamespace(tie_word_embeddings=tied))
+    adapter.replica_rank, adapter._agreement = 0, SimpleNamespace(due=False)
+    own = {"model.embed_tokens.weight": 1, "lm_head.weight": 1}
+    asyncio.run(adapter.update_weights(iter(own.items()), 0))
+    assert sent == [*own][: 2 - tied]
+
+
 def test_verl_and_vllm_take_these_classes(own_sockets):
     from verl.workers.rollout.base import get_rollout_class
 

@@ -1,5 +1,6 @@
 """vLLM's offline engine, as evaluation uses it."""
 
+import contextlib
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator
@@ -143,11 +144,13 @@ class _Platform:
     extension: str
     block_size: int | None = None
     chunked_prefill: bool | None = None
+    prefix_caching: bool | None = None
     graphs: dict | None = None
     sequences: int | None = None
 
     @classmethod
-    def here(cls) -> "_Platform":
+    def here(cls, model: str) -> "_Platform":
+        """``model``: the one to sample, a whole one."""
         import vllm
         from vllm.platforms import current_platform
 
@@ -155,10 +158,25 @@ class _Platform:
             # A part of a prompt samples a token for nothing: vLLM 0.30 on a CPU cannot take back what that drew
             # (gpu_model_runner.py:3723).
             # More sequences at once sample no faster on a CPU, and the first ones end later.
-            return cls(cpu_dtype(), EXTENSION_OF_CPU, CPU_BLOCK_SIZE, chunked_prefill=False, sequences=CPU_SEQUENCES)
+            # A recurrent layer's state is kept in parts of prompts only.
+            caches = False if _recurrent(model) else None
+            own = {"chunked_prefill": False, "prefix_caching": caches, "sequences": CPU_SEQUENCES}
+            return cls(cpu_dtype(), EXTENSION_OF_CPU, CPU_BLOCK_SIZE, **own)
         if vllm.__version__.startswith("0.11.0"):  # graphs were never tried
             return cls("bfloat16", EXTENSION_OF_0_11)
         return cls("bfloat16", EXTENSION, graphs=GRAPHS)
+
+
+def _recurrent(model: str) -> bool:
+    """Whether ``model`` has layers with a state (Falcon-H1, Granite 4, LFM2); False where vLLM cannot load it."""
+    from transformers import AutoConfig
+    from vllm import ModelRegistry
+
+    names = AutoConfig.from_pretrained(model, trust_remote_code=False).architectures or []
+    with contextlib.suppress(RuntimeError):  # a package is missing, which vLLM says as it starts
+        found = [ModelRegistry.models[name].inspect_model_cls() for name in names if name in ModelRegistry.models]
+        return any(each.is_hybrid or each.is_attention_free for each in found)
+    return False
 
 
 class VLLMEngine:
@@ -171,7 +189,7 @@ class VLLMEngine:
         with imports():
             from vllm import LLM
             from vllm.lora.request import LoRARequest
-        lora, platform = is_adapter(Path(model)), _Platform.here()
+        lora, platform = is_adapter(Path(model)), _Platform.here(base_model(model))
         self.adapter = LoRARequest(lora_name="adapter", lora_int_id=1, lora_path=model) if lora else None
         try:
             self.llm = LLM(
@@ -190,6 +208,7 @@ class VLLMEngine:
                 block_size=platform.block_size,
                 max_num_seqs=platform.sequences,
                 enable_chunked_prefill=platform.chunked_prefill,
+                enable_prefix_caching=platform.prefix_caching,
                 enforce_eager=not platform.graphs,
                 compilation_config=platform.graphs,
             )
@@ -200,10 +219,11 @@ class VLLMEngine:
 
     def load(self, model: str) -> bool:
         """Put ``model`` in place of the one that is loaded, as a new engine would have it; False where that takes a new
-        engine: for an adapter, another architecture, another tokenizer or other ends of an answer."""
+        engine: for an adapter, another architecture, another tokenizer or other ends of an answer, and where there are
+        recurrent layers, of which vLLM 0.30 would keep old weights (model_loader/reload/layerwise.py)."""
         if model != self.model:
             kind = _kind(model)
-            if kind is None or kind != _kind(self.model):
+            if kind is None or kind != _kind(self.model) or _recurrent(model):
                 return False
             self.llm.collective_rpc("take_weights", args=(model,))
             self.model = model

@@ -364,6 +364,8 @@ def numbers(s: Settings) -> Iterator[Finding]:
         yield warning("numbers", text, "watch rollout_corr/k3_kl in the first steps")
     if "refused" in found:
         yield error("numbers", f"MODEL={s.MODEL}: {found['refused']}", "take another METHOD")
+    if "unsampled" in found:
+        yield error("numbers", f"MODEL={s.MODEL}: {found['unsampled']}", "take another MODEL")
     if not (results := found.get("paths")):
         return
     if off := found["noise"]:

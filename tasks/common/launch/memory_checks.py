@@ -65,7 +65,7 @@ def plan(s: Settings, arguments: list[str], stage: str = "train", config=None) -
         rows = s.data_dir / "sft.parquet"
         overrides = verl_config.sft_overrides(s, s.MODEL, s.runs_dir, rows, parity.decided(s))
         given = dict(override.lstrip("+").split("=", 1) for override in overrides)  # SFT takes no ARGS
-        by_tokens, fused = s.MAX_TOKENS_PER_GPU and s.STACK != "a100", "model.use_fused_kernels" in given
+        by_tokens, fused = s.MAX_TOKENS_PER_GPU and s.STACK != "a100", given.get("model.use_fused_kernels") == "True"
         tokens = int(given.get("data.max_token_len_per_gpu") or int(given["data.micro_batch_size_per_gpu"]) * sequence)
         named = "MAX_TOKENS_PER_GPU" if by_tokens else "MICRO_BATCH_SIZE"
         return memory.Plan(**own, fused=fused, sequence_parallel=s.SP, tokens=tokens, tokens_by=named)

@@ -1,7 +1,8 @@
 """From a chat and its tools to the tokens of a prompt: the same for data, training and evaluation.
 
 The model's chat template renders both. If it does not support tools, or no result of a call that stands as text, they
-are written out in the format of Hermes and Qwen models (https://github.com/NousResearch/Hermes-Function-Calling).
+are written out in the format of Hermes and Qwen models (https://github.com/NousResearch/Hermes-Function-Calling). If it
+has no system message, as Gemma 2's and Mixtral's, the user's first message begins with it, as Gemma 3's template does.
 What a message says never becomes a control token (control_tokens.py).
 """
 
@@ -32,20 +33,21 @@ def prompt_ids(tokenizer, messages: list[dict], tools: list[dict] | None = None)
     """Token ids of the chat with the generation prompt.
 
     ``messages``: OpenAI messages, the arguments of tool calls as objects; ``tools``: OpenAI tool schemas. Raises
-    ValueError without a chat template, or when it refuses the chat or leaves out all messages of a role.
+    ValueError without a chat template, or when it refuses the chat or leaves out the user's messages.
     """
     if not tokenizer.chat_template:
         raise ValueError("the model has no chat template: it is no instruct model")
     mark, (messages, tools) = marked(tokenizer, messages, tools)
     if tools and not knows_tools(tokenizer):
         messages, tools = in_words(messages, tools), None
+    if messages[0]["role"] == "system" and not _shows(tokenizer, "system"):
+        messages = _told_by_user(messages)
     try:
         text = _rendered(tokenizer, messages, tools=tools or None)
-    except REFUSALS as error:  # some refuse a system message, or two turns of one side
+    except REFUSALS as error:  # some refuse two turns of one side
         raise ValueError(f"the model's chat template refuses this conversation: {error}") from error
-    for role in ("system", "user"):
-        if messages[0]["role"] == role and _leaves_out(tokenizer, role):
-            raise ValueError(f"the model's chat template leaves out messages of the role {role}")
+    if messages[0]["role"] == "user" and not _shows(tokenizer, "user"):
+        raise ValueError("the model's chat template leaves out messages of the role user")
     return ids_of(tokenizer, text, mark)
 
 
@@ -208,13 +210,21 @@ def _rendered(tokenizer, messages: list[dict], turn: bool = True, tools=None) ->
 
 
 @functools.lru_cache(maxsize=8)
-def _leaves_out(tokenizer, role: str) -> bool:
-    """Whether the template drops messages of the ``role``: some know no system, those for images no plain text."""
+def _shows(tokenizer, role: str) -> bool:
+    """Whether the template renders messages of the ``role``: some know no system, those for images no plain text."""
     chat = [{"role": role, "content": PROBE}, *([ASKED] if role == "system" else [])]
     try:
-        return PROBE not in _rendered(tokenizer, chat)
+        return PROBE in _rendered(tokenizer, chat)
     except REFUSALS:
         return False
+
+
+def _told_by_user(messages: list[dict]) -> list[dict]:
+    """``messages`` with the text of the system message at the beginning of the user's first."""
+    system, *rest = messages
+    if not rest or rest[0]["role"] != "user":
+        return [{**system, "role": "user"}, *rest]
+    return [{**rest[0], "content": f"{system['content']}\n\n{rest[0]['content']}"}, *rest[1:]]
 
 
 def in_words(messages: list[dict], tools: list[dict]) -> list[dict]:

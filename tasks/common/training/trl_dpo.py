@@ -34,6 +34,7 @@ from verl_tasks.data.pairs import ANSWERS, TokenPair, pair_set
 from verl_tasks.data.prepare import load_tokenizer
 from verl_tasks.files import write_text
 from verl_tasks.machine.hardware import cpu_dtype
+from verl_tasks.models.attention import attention
 from verl_tasks.models.merge import base_model, base_of, is_adapter
 from verl_tasks.process import die_with_torchrun
 from verl_tasks.runs import health, launches
@@ -275,7 +276,9 @@ def policy(start: str):
     """START for TRL: its name, or the adapter on its base, both in fp32."""
     if not is_adapter(Path(start)):
         return start
-    base = AutoModelForCausalLM.from_pretrained(base_of(Path(start)), trust_remote_code=False, **LOADED)
+    name = base_of(Path(start))
+    how = LOADED | {"attn_implementation": attention(name)}
+    base = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=False, **how)
     return PeftModel.from_pretrained(base, start, is_trainable=True)
 
 
@@ -288,6 +291,7 @@ def train(s: Settings, start: str, pairs: str, run_dir: Path, metrics: Path) -> 
     chosen = pair_set(s, pairs, tokenizer)
     order = training_order(len(chosen.train), s.TRAIN_BATCH_SIZE, s.STEPS, s.SEED)
     config, model, abort = arguments(s, run_dir, len(chosen.held_out)), policy(start), AbortOn(s)
+    config.model_init_kwargs["attn_implementation"] = attention(base_model(start))
     adapter = {"r": s.LORA_RANK, "lora_alpha": s.LORA_ALPHA, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
     trainer = Trainer(
         model=model,

@@ -27,6 +27,7 @@ from verl_tasks.evaluation.episodes import Stage, play_all
 from verl_tasks.evaluation.rollouts import SAMPLED, Rollout
 from verl_tasks.files import write_json
 from verl_tasks.machine.hardware import cpu_dtype
+from verl_tasks.models.attention import attention
 from verl_tasks.models.chat_template import exchanges, opens_thinking, shown_ids
 from verl_tasks.models.merge import base_model, is_adapter
 from verl_tasks.process import die_with_parent
@@ -135,7 +136,8 @@ def policy_of(model: str):
     from transformers import AutoModelForCausalLM
 
     device, dtype = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", cpu_dtype())
-    policy = AutoModelForCausalLM.from_pretrained(base_model(model), dtype=dtype, trust_remote_code=False)
+    how = {"dtype": dtype, "attn_implementation": attention(base_model(model)), "trust_remote_code": False}
+    policy = AutoModelForCausalLM.from_pretrained(base_model(model), **how)
     if is_adapter(Path(model)):
         from peft import PeftModel
 

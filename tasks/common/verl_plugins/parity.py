@@ -1,10 +1,10 @@
 """Does a stack's pass compute what the plain model computes? `python -m verl_tasks.verl_plugins.parity`.
 
 Standard input: a JSON object with ``config`` (what config.json holds), ``paths`` (PATHS of a stack), ``liger``,
-whether the stack has liger-kernel, and ``critic``, whether there is one (training/parity.py). The last line of standard
-output is what `compared` returns: of each path tried the largest error of a log-prob (nats), the relative error of the
-gradient and of the critic's values, or why it failed, up to the first that agrees; then the same of that path with
-liger-kernel.
+whether the stack has liger-kernel, ``critic``, whether there is one, and ``samples``, whether vLLM is asked for the
+family (training/parity.py). The last line of standard output is what `compared` returns: of each path tried the largest
+error of a log-prob (nats), the relative error of the gradient and of the critic's values, or why it failed, up to the
+first that agrees; then the same of that path with liger-kernel.
 
 verl's own engine takes a small random model of that config, with all sequences in a pass as the path packs or pads
 them. transformers' eager model takes each sequence alone. Both are in float32 on the CPU, with a reference in place of
@@ -305,6 +305,20 @@ def compared(values: dict, paths: dict[str, dict], critic: bool, liger: bool = F
     return {"paths": found, "noise": random} | faster
 
 
+def unsampled(values: dict) -> str:
+    """Why the vLLM that is installed cannot load the family of a config with ``values``; empty where it can."""
+    from vllm import ModelRegistry
+
+    for name in values.get("architectures") or []:
+        if known := ModelRegistry.models.get(name):  # any other runs on transformers' own layers
+            try:
+                known.inspect_model_cls()
+            except Exception as error:  # it imports the family's module in a process
+                last = str(error).strip().splitlines()[-1:]
+                return f"this vLLM cannot load {name} ({one_line(''.join(last), 200)})"
+    return ""
+
+
 def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {one_line(str(error), 200)}"
 
@@ -329,7 +343,10 @@ def main() -> None:
     request = json.load(sys.stdin)
     with contextlib.redirect_stdout(io.StringIO()):
         start()
-        found = compared(request["config"], request["paths"], request["critic"], request["liger"])
+        if request["samples"] and (why := unsampled(request["config"])):
+            found = {"unsampled": why}
+        else:
+            found = compared(request["config"], request["paths"], request["critic"], request["liger"])
     print(json.dumps(found), flush=True)
     os._exit(0)  # engines leave threads that end slowly
 

@@ -7,7 +7,7 @@ import os
 
 from verl_tasks.machine.hardware import CPU_BLOCK_SIZE, cpu_dtype
 from verl_tasks.settings import Settings, method
-from verl_tasks.stacks import WHOLE_RESPONSES
+from verl_tasks.stacks import PADDED, WHOLE_RESPONSES
 
 VERL = "0.9.1"
 
@@ -31,7 +31,7 @@ DEFAULTS = {
     "MAX_PROMPT_LENGTH": "128",
     "MAX_RESPONSE_LENGTH": "64",
     "N_GPUS": "1",
-    "MAX_TOKENS_PER_GPU": "0",  # only a GPU's kernels can leave padding out
+    "MAX_TOKENS_PER_GPU": "0",
     "SAVE_FREQ": "4",
     "TEST_FREQ": "0",  # 32 prompts and 8 steps would choose the best checkpoint by chance
     "N": "2",
@@ -63,6 +63,9 @@ ENVIRONMENT = {
 # The module that runs verl's trainer: it and its processes as forks of one.
 LAUNCHER = ["verl_tasks.verl_plugins.forked", "--trainer", "verl_tasks.verl_plugins.cpu.asleep"]
 
+# Only a GPU's kernels can leave padding out. sdpa knows no soft caps (Gemma 2) and no sinks (gpt-oss).
+PATHS = PADDED
+
 STORAGE_UNITS = 1
 
 # Hydra overrides for both trainers or one of them.
@@ -78,11 +81,8 @@ RL_OVERRIDES = [
     "critic.fsdp.use_torch_compile=False",
     f"+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype={DTYPE}",
     f"+actor_rollout_ref.ref.fsdp_config.mixed_precision.param_dtype={DTYPE}",
-    "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
-    "actor_rollout_ref.model.use_remove_padding=False",
     "actor_rollout_ref.model.enable_gradient_checkpointing=False",
     f"+critic.fsdp.mixed_precision.param_dtype={DTYPE}",
-    "critic.model.use_remove_padding=False",
     "critic.model.enable_gradient_checkpointing=False",
     f"actor_rollout_ref.rollout.dtype={DTYPE}",
     f"reward.reward_model.rollout.dtype={DTYPE}",
@@ -105,8 +105,6 @@ SFT_OVERRIDES = [
     "engine.strategy=fsdp2",
     "engine.use_torch_compile=False",
     f"+engine.mixed_precision.param_dtype={DTYPE}",
-    "+model.override_config.attn_implementation=sdpa",
-    "model.use_remove_padding=False",
     "model.enable_gradient_checkpointing=False",
     "data.num_workers=0",
 ]

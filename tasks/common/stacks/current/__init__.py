@@ -9,7 +9,7 @@ from verl_tasks.machine import cluster
 from verl_tasks.machine.hardware import CUDA_GRAPHS
 from verl_tasks.machine.memory import PROMPTS_ONCE
 from verl_tasks.settings import Settings
-from verl_tasks.stacks import WHOLE_RESPONSES
+from verl_tasks.stacks import PADDED, WHOLE_RESPONSES
 
 VERL = "0.9.1"
 
@@ -31,8 +31,7 @@ PATHS = {
     "packed, prompts once, fused head": {"attention": PROMPTS_ONCE, "packed": True, "fused": True},
     "packed, fused head": {"attention": "varlen", "packed": True, "fused": True},
     "packed": {"attention": "varlen", "packed": True, "fused": False},
-    "padded, sdpa": {"attention": "sdpa", "packed": False, "fused": False},
-    "padded, eager": {"attention": "eager", "packed": False, "fused": False},
+    **PADDED,
 }
 
 # RMSNorm, SwiGLU and rotary positions in one kernel each, where they too are right for MODEL. transformers' eager

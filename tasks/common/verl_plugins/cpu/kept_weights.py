@@ -13,10 +13,14 @@ expect(
     "from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm",
     "dispatch_cpu_unquantized_gemm(layer, remove_weight=True)",
 )
+# A convolution's weight it packs in place, into another shape; Mamba's layers go on reading the original.
+expect(utils.dispatch_cpu_unquantized_gemm, "layer.weight.data = ops.causal_conv1d_weight_pack(unpacked)")
 _dispatch = utils.dispatch_cpu_unquantized_gemm
 
 
 def _keep_weight(layer, remove_weight):
+    if layer.weight.ndim == 3:
+        layer.not_packed = layer.weight.data
     return _dispatch(layer, remove_weight=False)
 
 
@@ -26,3 +30,10 @@ class CPUColocateWorkerExtension(OwnSocketExtension):
     def __new__(cls, **kwargs):
         utils.dispatch_cpu_unquantized_gemm = _keep_weight
         return super().__new__(cls, **kwargs)
+
+    def update_weights_from_ipc(self, *args, **kwargs):
+        """verl's, which loads into the originals, and then packs."""
+        for layer in self.model_runner.model.modules():
+            if hasattr(layer, "not_packed"):
+                layer.weight.data = layer.not_packed
+        return super().update_weights_from_ipc(*args, **kwargs)
