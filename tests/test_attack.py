@@ -341,7 +341,7 @@ def test_the_shipped_environment_gives_no_alarm():
     ("environment", "exploit", "response", "fewest"),
     [
         ("complex_arithmetic", "NaN and infinities", "<answer>nan</answer>", 40),
-        ("coin_flip", "constant", "<answer>0</answer>", 36),
+        pytest.param("coin_flip", "constant", "<answer>0</answer>", 36, marks=pytest.mark.long),
     ],
 )
 def test_the_holes_of_reasoning_gyms_scorers_are_found_and_closed(environment, exploit, response, fewest):

@@ -112,7 +112,7 @@ os._exit(sys.stdout.flush() or 0)
 """
 
 
-@pytest.mark.medium
+@pytest.mark.long
 def test_kernels_of_liger_are_left_out_where_they_are_missing_or_differ_or_raise(tmp_path):
     """In one process: what one choice patched is undone before the next."""
     (tmp_path / "liger_kernel/transformers").mkdir(parents=True)
@@ -335,7 +335,7 @@ def test_experts_are_refused_on_a_cpu(settings, values):
     assert finding.state == "error" and "experts" in finding.text
 
 
-@pytest.mark.medium
+@pytest.mark.long
 def test_vllm_is_asked_whether_it_can_load_a_family(tmp_path):
     """The module of one is a stub that lacks a package, as qwen3_5's does without torchvision."""
     program = """
