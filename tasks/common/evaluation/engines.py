@@ -172,8 +172,8 @@ def _recurrent(model: str) -> bool:
     from transformers import AutoConfig
     from vllm import ModelRegistry
 
-    names = AutoConfig.from_pretrained(model, trust_remote_code=False).architectures or []
-    with contextlib.suppress(RuntimeError):  # a package is missing, which vLLM says as it starts
+    with contextlib.suppress(RuntimeError, ValueError):  # a package or the family is missing, which vLLM says as it starts
+        names = AutoConfig.from_pretrained(model, trust_remote_code=False).architectures or []
         found = [ModelRegistry.models[name].inspect_model_cls() for name in names if name in ModelRegistry.models]
         return any(each.is_hybrid or each.is_attention_free for each in found)
     return False
