@@ -53,7 +53,7 @@ class Records:
 
     def __init__(self, path: Path | str, split: str | None = None):
         self.path, self.split = Path(path).expanduser(), split
-        self.unused: dict[str, None] = {}  # what holds something and ``converted`` did not read: columns, nulls in them
+        self.unused: dict[str, None] = {}  # what ``converted`` did not read: columns that hold something, nulls
         self.nulls: dict[str, None] = {}
         if self.path.suffix.lower() not in SUFFIXES:
             raise DataError(f"{path}: unknown kind of file; give one of {', '.join(SUFFIXES)}")
@@ -101,8 +101,7 @@ class Records:
                 raise
             unread = [name for name in record if name not in record.read] if made else ()  # else: read in part
             self.unused |= {name: None for name in unread if dict.get(record, name) not in (None, "", [], {})}
-            left_out = (name for name in self.nulls if name.split(".")[0] in record.read)
-            self.unused |= {f"nulls in {name}": None for name in left_out}
+            self.unused |= {f"nulls in {name}": None for name in self.nulls if name.split(".")[0] in record.read}
             if not problems:
                 yield place, made
         if problems:
