@@ -150,7 +150,7 @@ class _Platform:
 
     @classmethod
     def here(cls, model: str) -> "_Platform":
-        """``model``: the one to sample, a whole one."""
+        """``model``: what is sampled, no adapter."""
         import vllm
         from vllm.platforms import current_platform
 
