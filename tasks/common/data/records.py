@@ -18,7 +18,8 @@ from verl_tasks.text import one_line
 __all__ = ["conversation", "hub", "load", "tool_schemas"]  # for tasks
 
 LONGEST = 64 << 20  # bytes of a line, and characters of a CSV field; more means a broken file
-CHATS = {"role", "from", "function", "arguments", "parameters"}  # keys in chats, calls and tools
+# Keys of a turn, a call and a tool.
+CHATS = ("role", "content"), ("from", "value"), ("type", "function"), ("name", "arguments"), ("name", "parameters")
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet")
 
 
@@ -250,6 +251,6 @@ def _own(value, nulls: dict[str, None], place: str | None = None):
         return value
     if place is None:
         return {name: _own(each, nulls, name) for name, each in value.items()}
-    place = "" if value.keys() & CHATS else place
+    place = "" if any(value.keys() >= {*keys} for keys in CHATS) else place
     nulls |= {f"{place}.{name}": None for name, each in value.items() if each is None and place}
     return {name: _own(each, nulls, place and f"{place}.{name}") for name, each in value.items() if each is not None}
