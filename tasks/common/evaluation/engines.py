@@ -172,7 +172,7 @@ def _recurrent(model: str) -> bool:
     from transformers import AutoConfig
     from vllm import ModelRegistry
 
-    with contextlib.suppress(RuntimeError, ValueError):  # a package or the family is missing, which vLLM says as it starts
+    with contextlib.suppress(RuntimeError, ValueError):  # a package or family is missing, as vLLM says at its start
         names = AutoConfig.from_pretrained(model, trust_remote_code=False).architectures or []
         found = [ModelRegistry.models[name].inspect_model_cls() for name in names if name in ModelRegistry.models]
         return any(each.is_hybrid or each.is_attention_free for each in found)
