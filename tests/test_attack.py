@@ -685,6 +685,12 @@ def test_guesses_that_there_is_no_time_for_are_said(call, s, guessed, monkeypatc
     assert not warns
 
 
+def test_a_slow_reward_is_asked_about_guesses_where_the_first_rows_have_no_demonstration(s, guessed, monkeypatch):
+    rows = [*(replace(row, demonstration="") for row in guessed[:4]), *guessed[4:]]
+    earns, *_ = incentive.told(s, rows, Slow(0.3, monkeypatch))
+    assert earns[0].startswith("what guesses earn (from 1 of 4 demonstrations on 3 of 24 prompts, ")
+
+
 def test_rows_without_demonstrations_tell_nothing(s):
     assert told(s, [Row("1", "1"), Row("2", "2")], compute_score) == []
 

@@ -229,9 +229,10 @@ def test_vllm_samples_through_an_adapter_as_peft_does_and_refuses_what_it_does_n
     from verl_tasks.verl_plugins.certify import policy_of
 
     config = shutil.copytree(small_model, tmp_path / "unknown") / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": ["NoSuchModel"]}))
-    with pytest.raises(SettingsError, match=r"^MODEL=\S+/unknown: vLLM does not start with it: .*NoSuchModel"):
-        VLLMEngine(str(config.parent), 300, 0, 0.2)
+    for unknown in ({"architectures": ["NoSuchModel"]}, {"model_type": "NoSuchModel"}):
+        config.write_text(json.dumps(json.loads(config.read_text()) | unknown))
+        with pytest.raises(SettingsError, match=r"^MODEL=\S+/unknown: vLLM does not start with it: .*NoSuchModel"):
+            VLLMEngine(str(config.parent), 300, 0, 0.2)
     adapter = str(saved(small_model, tmp_path / "adapter"))
     engine = VLLMEngine(adapter, 300, 0, 0.2)
     ours, streamed = asked(engine), "".join(engine.stream(CHATS[1], HOW))

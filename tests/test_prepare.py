@@ -535,13 +535,13 @@ def test_columns_that_a_task_does_not_read_are_named(folder, tmp_path, small_mod
 
 
 def test_nulls_that_parquet_cannot_tell_from_missing_keys_are_named(folder, tmp_path, small_model):
-    answers = [{"rows": [{"n": n, "sum": n or None}]} for n in range(40)]
+    answers = [{"rows": [{"from": n, "sum": n or None}]} for n in range(40)]
     rows = [{"question": f"q{n}", "answer": answer, "x": {"y": None}} for n, answer in enumerate(answers)]
     pq.write_table(pa.Table.from_pylist(rows), path := tmp_path / "x.parquet")
     manifest = prepare(settings_for(MODEL=small_model, FILE=path, TRAIN_SIZE=0), {"file": from_file})
     assert "not used: nulls in answer.rows.sum" in describe(manifest)
     truths = [json.loads(row["reward_model"]["ground_truth"]) for row in read_rows(folder / "train.parquet")]
-    assert {"rows": [{"n": 1, "sum": 1}]} in truths
+    assert {"rows": [{"from": 1, "sum": 1}]} in truths
 
 
 def test_record_that_a_task_cannot_use_is_named(folder, tmp_path, small_model):

@@ -174,11 +174,13 @@ def test_both_ends_have_the_address_in_the_launchs_folder(own_sockets, tmp_path,
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_head_that_is_tied_is_not_sent(own_sockets, monkeypatch, tied):
-    """vLLM's Gemma 2 has none of its own, and refuses it."""
+@pytest.mark.parametrize(("kind", "tied"), [("gemma2", True), ("llama", False), ("mistral3", False)])
+def test_a_head_that_is_tied_is_not_sent(own_sockets, monkeypatch, kind, tied):
+    """vLLM's Gemma 2 has none of its own, and refuses it. Mistral 3's text model has one, whatever the whole says."""
     import asyncio
     from types import SimpleNamespace
+
+    from transformers import AutoConfig
 
     sent = []
 
@@ -188,7 +190,7 @@ def test_a_head_that_is_tied_is_not_sent(own_sockets, monkeypatch, tied):
     monkeypatch.setattr(own_sockets.ServerAdapter, "update_weights", update)
     monkeypatch.setattr(own_sockets, "waits_for", lambda *words: None)
     adapter = object.__new__(own_sockets.OwnSocketAdapter)
-    adapter.model_config = SimpleNamespace(hf_config=SimpleNamespace(tie_word_embeddings=tied))
+    adapter.model_config = SimpleNamespace(hf_config=AutoConfig.for_model(kind))
     adapter.replica_rank, adapter._agreement = 0, SimpleNamespace(due=False)
     own = {"model.embed_tokens.weight": 1, "lm_head.weight": 1}
     asyncio.run(adapter.update_weights(iter(own.items()), 0))

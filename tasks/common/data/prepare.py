@@ -69,12 +69,13 @@ class Examples:
     def _examples(self, record: dict) -> list[Example | str]:
         examples = list(self.convert(record))
         for example in examples:
-            if not isinstance(example, str) and (problem := messages_problem(example.messages())):
+            if isinstance(example, str):
+                continue
+            if problem := messages_problem(example.messages()):
                 raise DataError(f"the prompt {problem}")
-            if not isinstance(example, str) and (problem := truth_problem(example.ground_truth)):
+            if problem := truth_problem(example.ground_truth):
                 raise DataError(f"the ground truth {problem}")
-            shown = None if isinstance(example, str) else example.demonstration
-            if not isinstance(shown, str | None) and messages_problem(shown):
+            if not isinstance(shown := example.demonstration, str | None) and messages_problem(shown):
                 raise DataError(f"the demonstration must be text, or messages, is {one_line(repr(shown), 80)}")
         return examples
 
@@ -83,7 +84,7 @@ class Examples:
         return [part.origin() for part in self.parts]
 
     def unused(self) -> list[str]:
-        """Columns that no record's conversion read."""
+        """Columns that no record's conversion read, and nulls that were left out of those that it did."""
         return list(dict.fromkeys(name for part in self.parts for name in part.unused))
 
 

@@ -18,7 +18,8 @@ from verl_tasks.text import one_line
 __all__ = ["conversation", "hub", "load", "tool_schemas"]  # for tasks
 
 LONGEST = 64 << 20  # bytes of a line, and characters of a CSV field; more means a broken file
-CHATS = {"role", "from", "function", "arguments", "parameters"}  # keys in chats, calls and tools
+# Keys of a turn, a call and a tool.
+CHATS = ("role", "content"), ("from", "value"), ("type", "function"), ("name", "arguments"), ("name", "parameters")
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet")
 
 
@@ -53,7 +54,7 @@ class Records:
 
     def __init__(self, path: Path | str, split: str | None = None):
         self.path, self.split = Path(path).expanduser(), split
-        self.unused: dict[str, None] = {}  # what holds something and ``converted`` did not read: columns, nulls in them
+        self.unused: dict[str, None] = {}  # what ``converted`` did not read: columns that hold something, nulls
         self.nulls: dict[str, None] = {}
         if self.path.suffix.lower() not in SUFFIXES:
             raise DataError(f"{path}: unknown kind of file; give one of {', '.join(SUFFIXES)}")
@@ -101,8 +102,7 @@ class Records:
                 raise
             unread = [name for name in record if name not in record.read] if made else ()  # else: read in part
             self.unused |= {name: None for name in unread if dict.get(record, name) not in (None, "", [], {})}
-            left_out = (name for name in self.nulls if name.split(".")[0] in record.read)
-            self.unused |= {f"nulls in {name}": None for name in left_out}
+            self.unused |= {f"nulls in {name}": None for name in self.nulls if name.split(".")[0] in record.read}
             if not problems:
                 yield place, made
         if problems:
@@ -251,6 +251,6 @@ def _own(value, nulls: dict[str, None], place: str | None = None):
         return value
     if place is None:
         return {name: _own(each, nulls, name) for name, each in value.items()}
-    place = "" if value.keys() & CHATS else place
+    place = "" if any(value.keys() >= {*keys} for keys in CHATS) else place
     nulls |= {f"{place}.{name}": None for name, each in value.items() if each is None and place}
     return {name: _own(each, nulls, place and f"{place}.{name}") for name, each in value.items() if each is not None}

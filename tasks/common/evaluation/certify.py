@@ -66,7 +66,7 @@ def by_sequence(name: str, turns: list[Turn], asked: list[list[int]], given: lis
     found = [([], []) for _ in given]
     for number in range(max(len(turns), len(asked))):
         whole = turns[number].context + turns[number].ids if number < len(turns) else asked[number]
-        own = max(range(len(given)), key=lambda place: _first_difference(trained[place], whole))
+        own = max(range(len(given)), key=lambda place: common_start([trained[place], whole]))
         found[own][0].extend(turns[number : number + 1])
         found[own][1].extend(asked[number : number + 1])
     names = (f"{name}, sequence {place}" for place in range(1, len(given) + 1))
@@ -106,11 +106,6 @@ def _judged(name: str, problems: list[str], text: str, **figures) -> Check:
     return Check(name, FAILED if problems else OK, one_line(problems[0], 400) + more if problems else text, figures)
 
 
-def _first_difference(ours: list[int], theirs: list[int]) -> int:
-    """The place of the first different token; a list that ends early differs at its end."""
-    return common_start([ours, theirs])
-
-
 # ---- tokens and mask
 
 
@@ -134,13 +129,13 @@ def _token_problems(episode: Played) -> Iterator[str]:
         where, start = f"{episode.name}, turn {number}", len(turn.context)
         end = start + len(turn.ids)
         if asked != turn.context:
-            place = _first_difference(asked, turn.context)
+            place = common_start([asked, turn.context])
             yield f"{where}: training asks with other tokens than evaluation, from token {place} on"
         elif trained[:start] != turn.context:
-            place = _first_difference(trained, turn.context)
+            place = common_start([trained, turn.context])
             yield f"{where}: the trainer gets other tokens before it than the engine read, from token {place} on"
         elif trained[start:end] != turn.ids:
-            place = _first_difference(trained[start:], turn.ids)
+            place = common_start([trained[start:], turn.ids])
             yield f"{where}: the trained tokens are not the sampled ones, from token {place} of the turn on"
     if len(trained) > end:
         yield f"{episode.name}: {len(trained) - end} tokens follow the last turn"
@@ -164,7 +159,7 @@ def masks(episodes: list[Played], may_be_empty: bool) -> Check:
         if may_be_empty and episode.mask and not any(episode.mask):
             empty += 1
         elif episode.mask != expected:
-            place = _first_difference(episode.mask, expected)
+            place = common_start([episode.mask, expected])
             what = "leaves out a token of the model" if expected[place : place + 1] == [1] else "covers another token"
             problems.append(f"{episode.name}: the mask {what}, the response's token {place}")
     total = sum(len(episode.response_ids) for episode in episodes)
@@ -240,7 +235,7 @@ def rewritten(tokenizer, chat: Chat) -> tuple[str, str]:
         whole = prompt_ids(tokenizer, chat.messages[:message], chat.tools)
         if whole == together[:start]:
             continue
-        place = _first_difference(whole, together)
+        place = common_start([whole, together])
         before = sum(begin <= place for begin, _ in turns)
         inside = before and place < turns[before - 1][1]
         which = f"turn {before} of the model" if inside else f"what follows turn {before}" if before else "the prompt"
@@ -309,10 +304,10 @@ def sft(tokenizer, chats: list[Chat], episodes: list[Played]) -> Check:
         ids, mask = chat.ids(tokenizer)
         trained, own = episode.prompt_ids + episode.response_ids, [0] * len(episode.prompt_ids) + expected_mask(episode)
         if ids != trained:
-            place = _first_difference(ids, trained)
+            place = common_start([ids, trained])
             problems.append(f"{chat.name}: SFT has other tokens than its episode, from token {place} on")
         elif mask != own:
-            problems.append(f"{chat.name}: SFT learns other tokens than RL, from token {_first_difference(mask, own)}")
+            problems.append(f"{chat.name}: SFT learns other tokens than RL, from token {common_start([mask, own])}")
     if not chats:
         return Check("sft", WARNING, "there are no demonstrations: no scripted episode was played")
     return _judged("sft", problems, f"{len(chats)} demonstrations have the tokens and mask of their episodes")

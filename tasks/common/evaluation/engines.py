@@ -150,7 +150,7 @@ class _Platform:
 
     @classmethod
     def here(cls, model: str) -> "_Platform":
-        """``model``: the one to sample, a whole one."""
+        """``model``: what is sampled, no adapter."""
         import vllm
         from vllm.platforms import current_platform
 
@@ -172,8 +172,8 @@ def _recurrent(model: str) -> bool:
     from transformers import AutoConfig
     from vllm import ModelRegistry
 
-    names = AutoConfig.from_pretrained(model, trust_remote_code=False).architectures or []
-    with contextlib.suppress(RuntimeError):  # a package is missing, which vLLM says as it starts
+    with contextlib.suppress(RuntimeError, ValueError):  # a package or family is missing, as vLLM says at its start
+        names = AutoConfig.from_pretrained(model, trust_remote_code=False).architectures or []
         found = [ModelRegistry.models[name].inspect_model_cls() for name in names if name in ModelRegistry.models]
         return any(each.is_hybrid or each.is_attention_free for each in found)
     return False

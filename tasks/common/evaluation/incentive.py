@@ -73,11 +73,11 @@ def spread(calls: int, demonstrations: int, rows: int) -> tuple[int, int]:
     return (made, count) if made else (1, calls // POLICIES)
 
 
-def guesses(rows: list[Row], made: int, reward: Guarded, ends: float) -> list[Guess]:
-    """The best guess of each policy over the ``rows``, from ``made`` of their demonstrations, the one that earns most
-    first; none without demonstrations. ``ends``: when the time is over (time.monotonic)."""
-    best, others = {}, [row for row in rows[:SOME] if row.demonstration]
-    for place in range(min(made, len(others))):
+def guesses(rows: list[Row], others: list[Row], made: int, reward: Guarded, ends: float) -> list[Guess]:
+    """The best guess of each policy over the ``rows``, the one that earns most first, from the demonstrations of
+    ``others``, each of the first ``made`` in turn before the rest. ``ends``: when the time is over (time.monotonic)."""
+    best = {}
+    for place in range(made):
         said = policies([*others[place:], *others[:place]])
         results = {name: [] for name in said}
         for i, row in enumerate(rows):
@@ -125,7 +125,7 @@ def told(s: Settings, rows: list[Row], reward: Guarded, seconds: float = SECONDS
     """Lines on the guesses, and whether each is a warning: a guess earns more than the start's own samples, or much of
     what a right answer does where none are known. What it earns by being right counts beside known samples where it
     leaves out the thought that the demonstrations have: such a guess was learned in place of thinking."""
-    if not (demonstrations := sum(bool(row.demonstration) for row in rows[:SOME])):
+    if not (others := [row for row in rows[:SOME] if row.demonstration]):
         return
     reward.scores("", [0])  # it may load libraries
     began, empty, answered = time.monotonic(), [], []
@@ -139,15 +139,15 @@ def told(s: Settings, rows: list[Row], reward: Guarded, seconds: float = SECONDS
 
     call, ends = (time.monotonic() - began) / len([*empty, *answered]), began + seconds
     calls = max(0, int((ends - time.monotonic()) / call)) if call else sys.maxsize
-    made, count = spread(calls, demonstrations, len(rows))
+    made, count = spread(calls, len(others), len(rows))
     why = f"a call of the reward takes {call:.2f} s, a larger SECONDS of make attack looks at more"
     if count < LEAST:
         yield f"what guesses earn was not looked at: {why}", False
         return
-    if not (found := guesses(rows[:count], made, reward, ends)):
+    if not (found := guesses(rows[:count], others, made, reward, ends)):
         return
-    all_of_it = (made, count) == (demonstrations, len(rows))
-    part = f" (from {made} of {demonstrations} demonstrations on {count} of {len(rows)} prompts, {why})"
+    all_of_it = (made, count) == (len(others), len(rows))
+    part = f" (from {made} of {len(others)} demonstrations on {count} of {len(rows)} prompts, {why})"
     shown = [f"{each.policy}: {each.score:.3f} ({each.right:.0%} right)" for each in found]
     yield f"what guesses earn{'' if all_of_it else part}: {'; '.join(shown)}", False
     known = start_score(s)

@@ -306,7 +306,7 @@ def _endpoint(command: tuple[str | Path, ...], python: str) -> Endpoint:
 
 
 class _OfProgram:
-    """The episodes of a program; ``environment_of`` sets ``command`` to ``at_once``."""
+    """The episodes of a program; ``environment_of`` gives the attributes that have no value here."""
 
     command: tuple[str | Path, ...]
     python: str

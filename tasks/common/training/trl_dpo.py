@@ -49,8 +49,6 @@ from verl_tasks.training.verl_config import micro_batch
 # The device of a process of several on the CPU is cpu:0 by accelerate, a place that torch.load does not know.
 torch.serialization.register_package(0, lambda _: None, lambda storage, place: storage if place == "cpu:0" else None)
 
-# How a model is loaded. Without an attention transformers takes the one of config.json, which it may not know.
-LOADED = {"dtype": "float32", "attn_implementation": "sdpa"}
 EVALUATIONS = 4  # on the held-out pairs, the last one after the last step
 
 
@@ -241,7 +239,7 @@ def arguments(s: Settings, run_dir: Path, held_out: int) -> DPOConfig:
         max_length=None,  # longer pairs are dropped, none is cut
         seed=s.SEED,
         bf16=not on_cpu or cpu_dtype() == "bfloat16",
-        model_init_kwargs=LOADED | {"device_map": None},
+        model_init_kwargs={"device_map": None},
         gradient_checkpointing=not on_cpu,
         use_cpu=on_cpu,
         dataloader_pin_memory=not on_cpu,
@@ -272,13 +270,17 @@ def _columns(pairs: list[TokenPair]) -> Dataset:
     return Dataset.from_dict({f"{name}_ids": [getattr(pair, name) for pair in pairs] for name in names})
 
 
+def loaded(start: str) -> dict[str, str]:
+    """How the model of START is loaded. Without an attention transformers takes that of config.json, which it may not
+    know."""
+    return {"dtype": "float32", "attn_implementation": attention(base_model(start))}
+
+
 def policy(start: str):
     """START for TRL: its name, or the adapter on its base, both in fp32."""
     if not is_adapter(Path(start)):
         return start
-    name = base_of(Path(start))
-    how = LOADED | {"attn_implementation": attention(name)}
-    base = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=False, **how)
+    base = AutoModelForCausalLM.from_pretrained(base_of(Path(start)), trust_remote_code=False, **loaded(start))
     return PeftModel.from_pretrained(base, start, is_trainable=True)
 
 
@@ -291,7 +293,7 @@ def train(s: Settings, start: str, pairs: str, run_dir: Path, metrics: Path) -> 
     chosen = pair_set(s, pairs, tokenizer)
     order = training_order(len(chosen.train), s.TRAIN_BATCH_SIZE, s.STEPS, s.SEED)
     config, model, abort = arguments(s, run_dir, len(chosen.held_out)), policy(start), AbortOn(s)
-    config.model_init_kwargs["attn_implementation"] = attention(base_model(start))
+    config.model_init_kwargs |= loaded(start)
     adapter = {"r": s.LORA_RANK, "lora_alpha": s.LORA_ALPHA, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
     trainer = Trainer(
         model=model,

@@ -41,9 +41,8 @@ def reasoning_span(tokenizer, response: list[int], opened: bool) -> tuple[int, i
 
     def reached(count: int) -> int:
         """Characters of ``text`` that the first ``count`` tokens have written; grows with ``count``."""
-        prefix = _decode(tokenizer, response[:count])
-        # One that ends within a character decodes to another one there.
-        return len(prefix) if text.startswith(prefix) else common_start([prefix, text])
+        # A prefix that ends within a character decodes to another one there.
+        return common_start([_decode(tokenizer, response[:count]), text])
 
     counts = range(len(response) + 1)
     first = bisect_left(counts, start, key=reached) if start else 0

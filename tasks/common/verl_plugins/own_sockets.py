@@ -39,7 +39,8 @@ class OwnSocketAdapter(ServerAdapter):
     async def update_weights(self, weights, global_steps=None, **kwargs):
         """verl's; until an update was seen to arrive, vLLM's weights are compared with what was sent."""
         waits_for(f"the weights of step {global_steps} to reach vLLM", f"weights-{self.replica_rank}")
-        if not hasattr(weights, "__aiter__") and getattr(self.model_config.hf_config, "tie_word_embeddings", False):
+        text = self.model_config.hf_config.get_text_config()
+        if not hasattr(weights, "__aiter__") and getattr(text, "tie_word_embeddings", False):
             # vLLM's Gemma 2 has no head of its own, and refuses one.
             weights = ((name, weight) for name, weight in weights if not name.endswith("lm_head.weight"))
         sent: dict = {}
