@@ -82,6 +82,9 @@ def test_the_separator_of_a_csv_file_is_the_one_of_its_header(tmp_path, separato
     quoted = [separator.join('"' + cell.replace('"', '""') + '"' for cell in row) for row in cells]
     path = write(tmp_path / "x.csv", "\ufeff" + "\r\n".join(quoted) + "\r\n")
     assert list(Records(path)) == [dict(zip(*cells, strict=True))]
+    others = ",;\t".replace(separator, "")  # in the header, unquoted
+    write(path, f"q ({others * 2}){separator}a\n1{separator}2\n")
+    assert list(Records(path)) == [{f"q ({others * 2})": "1", "a": "2"}]
     write(path, f"\nNr{separator}Betrag\n1{separator}2\n{separator}\n1{2 * separator}\n")
     with pytest.raises(DataError, match=r"row 2: \(line 5\) has 3 fields, the header has 2"):
         list(Records(path))

@@ -1,9 +1,11 @@
 """Records (dicts) from a JSON, JSONL, CSV or parquet file, or from the hub: one after the other, but a JSON array."""
 
 import csv
+import io
 import os
 import re
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 
 import httpx
@@ -18,6 +20,7 @@ from verl_tasks.text import one_line
 __all__ = ["conversation", "hub", "load", "tool_schemas"]  # for tasks
 
 LONGEST = 64 << 20  # bytes of a line, and characters of a CSV field; more means a broken file
+SAMPLE = 1 << 20  # characters that show a CSV file's separator
 # Keys of a turn, a call and a tool.
 CHATS = ("role", "content"), ("from", "value"), ("type", "function"), ("name", "arguments"), ("name", "parameters")
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet")
@@ -46,9 +49,8 @@ class Record(dict):
 class Records:
     """The records of one file. ``for record in records`` reads it from the start each time.
 
-    ``.json`` is an array of objects or one object per line; ``.csv`` has a header, which shows the separator (comma,
-    semicolon or tab), and all its values are text; text is UTF-8. ``split``: "train" or "test" when the file is such a
-    part of a data set. Raises DataError that names file and row (from 0; in JSONL the line, from 1) of the first record
+    ``.json`` is an array of objects or one object per line; ``.csv`` has a header, commas, semicolons or tabs, and all
+    its values are text; text is UTF-8. ``split``: "train" or "test" when the file is such a part of a data set. Raises DataError that names file and row (from 0; in JSONL the line, from 1) of the first record
     that cannot be used, and of the next nine.
     """
 
@@ -223,11 +225,8 @@ def _decoded(content: bytes) -> object:
 def _csv(path: Path) -> Iterator[tuple[str, dict | DataError]]:
     csv.field_size_limit(LONGEST)
     with path.open(encoding="utf-8-sig", newline="") as file:
-        # Excel writes semicolons where a comma is the decimal sign: what divides the header into most names.
-        header = next(filter(str.strip, iter(lambda: file.readline(LONGEST), "")), "")
-        separator = max(",;\t", key=lambda each: len(next(csv.reader([header], delimiter=each), ())))
+        reader = csv.reader(file, delimiter=_separator(file.read(SAMPLE)), strict=True)
         file.seek(0)
-        reader = csv.reader(file, delimiter=separator, strict=True)
         rows = filter(None, reader)  # without empty lines
         header = next(rows, [])
         if len(set(header)) < len(header) or "" in header:
@@ -236,6 +235,18 @@ def _csv(path: Path) -> Iterator[tuple[str, dict | DataError]]:
             wrong = f"(line {reader.line_num}) has {len(row)} fields, the header has {len(header)}"
             fits = len(row) == len(header)
             yield f"row {index}", dict(zip(header, row, strict=True)) if fits else DataError(wrong)
+
+
+def _separator(start: str) -> str:
+    """What divides the first two rows of a CSV file into as many fields, and most of them. Excel writes semicolons
+    where a comma is the decimal sign."""
+
+    def fits(separator: str) -> tuple[bool, int]:
+        rows = filter(None, csv.reader(io.StringIO(start, newline=""), delimiter=separator))
+        first, *others = map(len, islice(rows, 2))
+        return first > 1 and others == [first], first
+
+    return max(",;\t", key=fits) if start.strip() else ","
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, dict]]:
