@@ -50,8 +50,9 @@ class Records:
     """The records of one file. ``for record in records`` reads it from the start each time.
 
     ``.json`` is an array of objects or one object per line; ``.csv`` has a header, commas, semicolons or tabs, and all
-    its values are text; text is UTF-8. ``split``: "train" or "test" when the file is such a part of a data set. Raises DataError that names file and row (from 0; in JSONL the line, from 1) of the first record
-    that cannot be used, and of the next nine.
+    its values are text; text is UTF-8. ``split``: "train" or "test" when the file is such a part of a data set. Raises
+    DataError that names file and row (from 0; in JSONL the line, from 1) of the first record that cannot be used, and
+    of the next nine.
     """
 
     def __init__(self, path: Path | str, split: str | None = None):
