@@ -328,11 +328,22 @@ def test_a_family_that_vllm_cannot_load_is_refused(settings, monkeypatch):
     assert finding.state == "error" and why in finding.text
 
 
-@pytest.mark.parametrize("values", [{"num_experts": 4}, {"text_config": {"num_local_experts": 4}}])
+MANY = [{"num_experts": 4}, {"text_config": {"num_local_experts": 4}}, {"moe_num_experts": 64}, {"num_experts": [4, 4]}]
+
+
+@pytest.mark.parametrize("values", MANY)
 def test_experts_are_refused_on_a_cpu(settings, values):
     """After an update 1.3 nats a token (k3) lay between vLLM and the trainer of a small random Qwen3-MoE."""
     (finding,) = doctor.numbers(on_cpu(settings(model_type="qwen3_moe", **values)))
     assert finding.state == "error" and "experts" in finding.text
+
+
+@pytest.mark.parametrize("values", [{"num_local_experts": 0}, {"num_experts": 1}, {"num_experts": None}])
+def test_a_dense_model_of_a_family_with_experts_is_none(settings, monkeypatch, values):
+    """Granite 4 and Hunyuan have one config for both."""
+    monkeypatch.setattr(parity, "_asked", lambda request: {"paths": {"padded, sdpa": result(True)}, "noise": {}})
+    (finding,) = doctor.numbers(on_cpu(settings(model_type="granitemoehybrid", **values)))
+    assert finding.state == "ok"
 
 
 @pytest.mark.medium
