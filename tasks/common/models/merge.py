@@ -4,6 +4,7 @@ An adapter is not merged for sampling: bfloat16 has too few digits for the small
 a whole model is needed, it is merged and saved in float32.
 """
 
+import contextlib
 import json
 import math
 import subprocess
@@ -18,6 +19,8 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's max_lora_rank
 SPECIAL = ("use_dora", "modules_to_save", "target_parameters", "rank_pattern", "alpha_pattern")
 # Layers in which the vLLM of every stack applies an adapter.
 LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+WITHOUT_ADAPTERS = {"stablelm"}  # families with such layers whose class in vLLM takes no adapter
 
 
 def has_weights(folder: Path) -> bool:
@@ -61,7 +64,20 @@ def sampled_as_adapter(adapter: Path) -> bool:
     names = config.get("target_modules")
     if not isinstance(names, list) or any(config.get(name) for name in SPECIAL) or config.get("r", 0) > RANKS[-1]:
         return False
-    return config.get("bias", "none") == "none" and {name.rpartition(".")[2] for name in names} <= LAYERS
+    if config.get("bias", "none") != "none" or _family(base_of(adapter)) in WITHOUT_ADAPTERS:
+        return False
+    return {name.rpartition(".")[2] for name in names} <= LAYERS
+
+
+def _family(model: str) -> str | None:
+    """The model_type of a folder, or of a hub id in the cache; None where neither has a config."""
+    from huggingface_hub import try_to_load_from_cache
+
+    file: object = Path(model).expanduser() / "config.json"
+    if not Path(model).expanduser().is_dir():
+        with contextlib.suppress(ValueError):  # no hub id: a folder that is gone
+            file = try_to_load_from_cache(model, "config.json")
+    return read_json(Path(file)).get("model_type") if isinstance(file, str | Path) else None
 
 
 def max_rank(adapter: Path) -> int:
