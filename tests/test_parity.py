@@ -350,18 +350,21 @@ def test_a_dense_model_of_a_family_with_experts_is_none(settings, monkeypatch, v
 def test_vllm_is_asked_whether_it_can_load_a_family(tmp_path):
     """The module of one is a stub that lacks a package, as qwen3_5's does without torchvision."""
     program = """
-import json, sys
+import json, sys, torch
 from vllm.model_executor.models import registry
 from verl_tasks.verl_plugins.parity import unsampled
 missing = registry._LazyRegisteredModel(module_name="no_such_package", class_name="X")
 registry.ModelRegistry.models["XForCausalLM"] = missing
 said = [unsampled({"architectures": [name]}) for name in ("XForCausalLM", "LlamaForCausalLM", "UnknownForCausalLM")]
+torch.cpu._is_avx512_bf16_supported = lambda: True
+said += [unsampled({"architectures": ["Lfm2ForCausalLM"], "conv_L_cache": width}) for width in (3, 4)]
 print(json.dumps(said))
 """
     environment = os.environ | parity.ENVIRONMENT | {"PYTHONPATH": parity.PYTHON_PATH}
     child = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert child.returncode == 0, child.stderr[-2000:]
-    lacks, *others = json.loads(child.stdout.splitlines()[-1])
+    lacks, *others, narrow, wide = json.loads(child.stdout.splitlines()[-1])
+    assert "convolution of width 3" in narrow and not wide
     assert "cannot load XForCausalLM" in lacks and "no_such_package" in lacks and others == ["", ""]
 
 
