@@ -106,6 +106,15 @@ def test_an_adapter_that_vllm_does_not_apply_is_told_from_one_that_it_does(small
     assert not sampled_as_adapter(changed(adapter, **values))
 
 
+@pytest.mark.parametrize(("family", "applied"), [("llama", True), ("stablelm", False)])
+def test_a_family_whose_class_in_vllm_takes_no_adapter_is_told_by_its_base(small_model, tmp_path, family, applied):
+    adapter, base = saved(small_model, tmp_path / "adapter"), tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps({"model_type": family}))
+    assert sampled_as_adapter(changed(adapter, base_model_name_or_path=str(base))) == applied
+    assert sampled_as_adapter(changed(adapter, base_model_name_or_path=str(tmp_path / "gone")))
+
+
 def test_an_adapter_that_vllm_does_not_apply_is_merged(small_model, tmp_path):
     adapter = changed(saved(small_model, tmp_path / "adapter"), bias="all")
     folder = Path(resolve_model(str(adapter)))

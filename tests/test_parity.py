@@ -328,29 +328,43 @@ def test_a_family_that_vllm_cannot_load_is_refused(settings, monkeypatch):
     assert finding.state == "error" and why in finding.text
 
 
-@pytest.mark.parametrize("values", [{"num_experts": 4}, {"text_config": {"num_local_experts": 4}}])
+MANY = [{"num_experts": 4}, {"text_config": {"num_local_experts": 4}}, {"moe_num_experts": 64}, {"num_experts": [4, 4]}]
+
+
+@pytest.mark.parametrize("values", MANY)
 def test_experts_are_refused_on_a_cpu(settings, values):
     """After an update 1.3 nats a token (k3) lay between vLLM and the trainer of a small random Qwen3-MoE."""
     (finding,) = doctor.numbers(on_cpu(settings(model_type="qwen3_moe", **values)))
     assert finding.state == "error" and "experts" in finding.text
 
 
+@pytest.mark.parametrize("values", [{"num_local_experts": 0}, {"num_experts": 1}, {"num_experts": None}])
+def test_a_dense_model_of_a_family_with_experts_is_none(settings, monkeypatch, values):
+    """Granite 4 and Hunyuan have one config for both."""
+    monkeypatch.setattr(parity, "_asked", lambda request: {"paths": {"padded, sdpa": result(True)}, "noise": {}})
+    (finding,) = doctor.numbers(on_cpu(settings(model_type="granitemoehybrid", **values)))
+    assert finding.state == "ok"
+
+
 @pytest.mark.long
 def test_vllm_is_asked_whether_it_can_load_a_family(tmp_path):
     """The module of one is a stub that lacks a package, as qwen3_5's does without torchvision."""
     program = """
-import json, sys
+import json, sys, torch
 from vllm.model_executor.models import registry
 from verl_tasks.verl_plugins.parity import unsampled
 missing = registry._LazyRegisteredModel(module_name="no_such_package", class_name="X")
 registry.ModelRegistry.models["XForCausalLM"] = missing
 said = [unsampled({"architectures": [name]}) for name in ("XForCausalLM", "LlamaForCausalLM", "UnknownForCausalLM")]
+torch.cpu._is_avx512_bf16_supported = lambda: True
+said += [unsampled({"architectures": ["Lfm2ForCausalLM"], "conv_L_cache": width}) for width in (3, 4)]
 print(json.dumps(said))
 """
     environment = os.environ | parity.ENVIRONMENT | {"PYTHONPATH": parity.PYTHON_PATH}
     child = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert child.returncode == 0, child.stderr[-2000:]
-    lacks, *others = json.loads(child.stdout.splitlines()[-1])
+    lacks, *others, narrow, wide = json.loads(child.stdout.splitlines()[-1])
+    assert "convolution of width 3" in narrow and not wide
     assert "cannot load XForCausalLM" in lacks and "no_such_package" in lacks and others == ["", ""]
 
 

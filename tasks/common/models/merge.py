@@ -8,9 +8,11 @@ import json
 import math
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from verl_tasks.files import folder_beside, read_json, write_json
+from verl_tasks.machine import memory
 from verl_tasks.process import StageFailed, die_with_parent
 from verl_tasks.settings import SettingsError
 
@@ -18,6 +20,8 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's max_lora_rank
 SPECIAL = ("use_dora", "modules_to_save", "target_parameters", "rank_pattern", "alpha_pattern")
 # Layers in which the vLLM of every stack applies an adapter.
 LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+WITHOUT_ADAPTERS = {"stablelm"}  # families with such layers whose class in vLLM takes no adapter
 
 
 def has_weights(folder: Path) -> bool:
@@ -61,7 +65,17 @@ def sampled_as_adapter(adapter: Path) -> bool:
     names = config.get("target_modules")
     if not isinstance(names, list) or any(config.get(name) for name in SPECIAL) or config.get("r", 0) > RANKS[-1]:
         return False
-    return config.get("bias", "none") == "none" and {name.rpartition(".")[2] for name in names} <= LAYERS
+    if config.get("bias", "none") != "none" or _family(base_of(adapter)) in WITHOUT_ADAPTERS:
+        return False
+    return {name.rpartition(".")[2] for name in names} <= LAYERS
+
+
+def _family(model: str) -> str | None:
+    """The model_type of a folder, or of a hub id in the cache; None where neither has a config."""
+    with suppress(ValueError):  # no hub id: a folder that is gone
+        file = memory.config_file(model, ask=False)
+        return read_json(file).get("model_type") if file else None
+    return None
 
 
 def max_rank(adapter: Path) -> int:

@@ -31,7 +31,7 @@ SECONDS = 300  # it takes 20
 SOURCES = ("verl_plugins/parity.py", "verl_plugins/head.py", "models/small.py", "verl_plugins/varlen_attention.py")
 SOURCES += ("verl_plugins/interpreted.py", "verl_plugins/reference_attention.py", "verl_plugins/varlen_once.py")
 SOURCES += ("verl_plugins/prompts_once.py", "verl_plugins/prompts.py")
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # how many, as families name it
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # how many, as families name it
 PACKAGES = ("verl", "transformers", "torch", "triton", "liger-kernel")
 # On a CPU, whatever stack is played.
 MODULES = "verl_tasks.verl_plugins.cpu.verl_platform,verl_tasks.verl_plugins.patches"
@@ -93,7 +93,7 @@ def play(s: Settings) -> dict:
         return {"unknown": f"MODEL={s.MODEL} has no config.json here or in the hub's cache"}
     if s.STACK == "cpu" and memory.plain(config):
         return {}
-    if s.STACK == "cpu" and any((config.get("text_config") or config).get(name) for name in EXPERTS):
+    if s.STACK == "cpu" and _experts(config) > 1:  # a dense model of such a family says 0 or 1
         return {"unsampled": "vLLM 0.30 on a CPU samples wrongly from experts that got new weights"}
     file = _file(s, config)
     if not file.is_file():
@@ -119,6 +119,13 @@ def _config(s: Settings, ask: bool = False) -> dict | None:
     except ValueError:  # neither a folder nor a hub id, which others say
         return None
     return (read_json(file) or None) if file else None
+
+
+def _experts(config: dict) -> int:
+    """How many experts a layer chooses from; some families list it by layer."""
+    found = [(config.get("text_config") or config).get(name) for name in EXPERTS]
+    counts = [count for each in found for count in (each if isinstance(each, list) else [each])]
+    return max((count for count in counts if isinstance(count, int)), default=0)
 
 
 @functools.cache

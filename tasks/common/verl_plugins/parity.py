@@ -52,6 +52,7 @@ TEMPERATURE = 0.7
 TOKENS = 64  # of a pass: more than one
 CRITICS = AutoModelForTokenClassification._model_mapping
 EAGER = {"dtype": torch.float32, "attn_implementation": "eager", "trust_remote_code": False}
+WIDTH = 4  # of a convolution; LFM2's have 3
 NATS, RELATIVE = 1e-3, 1e-3  # float32 is within 1e-5; what was seen wrong is from 0.05 on
 
 
@@ -309,6 +310,9 @@ def unsampled(values: dict) -> str:
     """Why the vLLM that is installed cannot load the family of a config with ``values``; empty where it can."""
     from vllm import ModelRegistry
 
+    # A CPU without these instructions does not pack it (model_executor/layers/utils.py:472).
+    if (width := values.get("conv_L_cache") or WIDTH) != WIDTH and torch.cpu._is_avx512_bf16_supported():
+        return f"on this CPU vLLM packs no convolution of width {width} (conv_L_cache), but of {WIDTH} alone"
     for name in values.get("architectures") or []:
         if known := ModelRegistry.models.get(name):  # any other runs on transformers' own layers
             try:
