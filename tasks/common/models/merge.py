@@ -12,7 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from verl_tasks.files import folder_beside, read_json, write_json
-from verl_tasks.machine import memory
 from verl_tasks.process import StageFailed, die_with_parent
 from verl_tasks.settings import SettingsError
 
@@ -72,10 +71,13 @@ def sampled_as_adapter(adapter: Path) -> bool:
 
 def _family(model: str) -> str | None:
     """The model_type of a folder, or of a hub id in the cache; None where neither has a config."""
-    with suppress(ValueError):  # no hub id: a folder that is gone
-        file = memory.config_file(model, ask=False)
-        return read_json(file).get("model_type") if file else None
-    return None
+    from huggingface_hub import try_to_load_from_cache
+
+    file = Path(model).expanduser() / "config.json"
+    if not file.parent.is_dir():
+        with suppress(ValueError):  # no hub id: a folder that is gone
+            file = Path(str(try_to_load_from_cache(model, "config.json")))  # or none of that name
+    return read_json(file).get("model_type")
 
 
 def max_rank(adapter: Path) -> int:
