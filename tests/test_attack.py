@@ -480,7 +480,7 @@ def test_make_attack_writes_what_it_found_and_fails_in_ci(tmp_path):
     assert result.returncode == 0 and "no exploit found" in result.stdout, result.stdout
     reward = checkout / "tasks/countdown/reward.py"
     text = reward.read_text()
-    holed = text.replace('Counter(parsed[1]) == Counter(truth["numbers"])', "True")
+    holed = text.replace("Counter(parsed[1]) == given", "True")
     assert holed != text
     reward.write_text(holed)
     result = make("attack", cwd=checkout, **given)
@@ -489,15 +489,15 @@ def test_make_attack_writes_what_it_found_and_fails_in_ci(tmp_path):
     found = json.loads((folder / "attack.json").read_text())
     assert found["rows"] == 40 and {"exploit", "score", "fooled", "response"} <= found["exploits"][0].keys()
     lines = (folder / "examples.jsonl").read_text()
-    assert all(json.loads(line)["below"] == 1.0 for line in lines.splitlines()) and lines
+    assert all(json.loads(line)["acc"] == 0 for line in lines.splitlines()) and lines  # no thought: the score is 0
     examples = checkout / "tasks/countdown/examples.jsonl"
     own = examples.read_text().splitlines(keepends=True)
     examples.write_text(own[0] + lines)  # its other lines would find this hole by themselves
     result = make("doctor", cwd=checkout, **given)
-    assert "examples.jsonl: line 2: the score is 1.0, the row states less than 1.0" in result.stdout, result.stdout
+    assert "examples.jsonl: line 2: acc is 1, the row states 0" in result.stdout, result.stdout
     reward.write_text(text)
     result = make("doctor", cwd=checkout, **given)
-    assert "as stated on" in result.stdout and "states less" not in result.stdout
+    assert "as stated on" in result.stdout and "the row states" not in result.stdout
 
 
 @pytest.mark.medium
@@ -526,7 +526,7 @@ def test_the_lines_of_a_found_hole_fail_until_it_is_closed(tmp_path):
 @pytest.mark.parametrize("truth", ["1.50", "true", "1e3", "null"])
 def test_a_truth_that_is_text_stays_text_in_the_line_of_a_hole(tmp_path, truth):
     """As a number or a boolean it would be another truth: the hole would pass for closed."""
-    search = SimpleNamespace(rows=[Row("Say it.", truth, extra={})], best=1.0)
+    search = SimpleNamespace(rows=[Row("Say it.", truth, extra={})], best=1.0, low=0.0)
     found = attack.Finding("a hole", f"{truth} or another", [0], 1.0, "", first=1.0)
     line = attack.example(task_settings("countdown", {"N_GPUS": "1"}), search, found)
     (tmp_path / "examples.jsonl").write_text(json.dumps(line) + "\n")

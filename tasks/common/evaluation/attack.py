@@ -311,8 +311,12 @@ def attack(
 
 def example(s: Settings, search: Search, finding: Finding) -> dict:
     """A row of the task's examples.jsonl that the reward breaks while ``finding`` fools it. ``below``: a right answer's
-    score, or the first fooled row's where that is lower; what partial credit is left to it is the task's own matter."""
+    score, or the first fooled row's where that is lower; what partial credit is left to it is the task's own matter.
+    An answer with the lowest score may count as right all the same: then the row states ``acc``."""
     below = min(search.best, search.best if finding.broken else finding.first)
+    stated = {"below": below if below < float("inf") else 1.0}
+    if not s.multi_turn and not finding.broken and finding.first <= search.low:
+        stated = {"acc": 0}
     row = search.rows[finding.fooled[0]]
     truth = read_ground_truth(row.truth)
     found = {"ground_truth": truth if isinstance(truth, dict | list) else row.truth}  # the text 1.50 is not 1.5
@@ -321,7 +325,7 @@ def example(s: Settings, search: Search, finding: Finding) -> dict:
     else:
         extra = {name: value for name, value in (row.extra or {}).items() if name not in ROW_NAMES and value}
         found |= {"response": finding.response} | ({"extra_info": extra} if extra else {})
-    return found | {"below": below if below < float("inf") else 1.0} | ({"variant": s.REWARD} if s.REWARD else {})
+    return found | stated | ({"variant": s.REWARD} if s.REWARD else {})
 
 
 def report(s: Settings, search: Search) -> None:

@@ -14,10 +14,10 @@ def check_examples(task_dir: Path, scored: Callable[..., dict] | type[Environmen
     """Score every row of ``task_dir/examples.jsonl`` with ``scored``, a compute_score or an Environment; return their
     number, at least 1.
 
-    For a reward a row has ``ground_truth``, ``response``, ``score`` or ``below``, and ``variant`` and ``extra_info``
-    where it needs them; for an environment ``responses``, the model's messages, and ``prompt`` where it reads that.
-    Raises RewardError naming the line whose score is not as it states, or that is no such row; and for an episode that
-    does not end with its last message, unless the row has ``done`` false.
+    For a reward a row has ``ground_truth``, ``response``, ``score``, ``below`` or ``acc`` (1: counts as right), and
+    ``variant`` and ``extra_info`` where it needs them; for an environment ``responses``, the model's messages, and
+    ``prompt`` where it reads that. Raises RewardError naming the line whose score is not as it states, or that is no
+    such row; and for an episode that does not end with its last message, unless the row has ``done`` false.
     """
     return (_episodes if isinstance(scored, type) else _responses)(task_dir, scored)
 
@@ -26,8 +26,10 @@ def _responses(task_dir: Path, compute_score: Callable[..., dict]) -> int:
     rows = _rows(task_dir, "response")
     for place, row in rows:
         kwargs = {name: row[name] for name in ("variant", "extra_info") if name in row}
-        score = compute_score(Path(task_dir).name, row["response"], row["ground_truth"], **kwargs)["score"]
-        _compare(place, score, row)
+        result = compute_score(Path(task_dir).name, row["response"], row["ground_truth"], **kwargs)
+        _compare(place, result["score"], row)
+        if "acc" in row and (right := bool(result.get("acc"))) != bool(row["acc"]):
+            raise RewardError(f"{place}: acc is {right:d}, the row states {bool(row['acc']):d}")
     return len(rows)
 
 
@@ -62,7 +64,8 @@ def _rows(task_dir: Path, response: str) -> list[tuple[str, dict]]:
         place = f"{path}: line {number}"
         try:
             row = json.loads(line)
-            _ = row["ground_truth"], row[response], float(row["score"] if "below" not in row else row["below"])
+            stated = next((name for name in ("below", "score", "acc") if name in row), "score")
+            _ = row["ground_truth"], row[response], float(row[stated])
         except (ValueError, TypeError, KeyError) as error:
             raise RewardError(f"{place}: not a row {form} ({error})") from error
         rows.append((place, row))
