@@ -300,7 +300,7 @@ def test_arguments_do_not_choose_another_trainer(given):
     for argument in ("trainer.v1.trainer_mode=sync", "trainer.use_v1=False"):
         with pytest.raises(SettingsError, match=rf"^ARGS: {re.escape(argument)}: "):
             check_method(s, [argument])
-    assert check_method(s, [f"trainer.v1.trainer_mode={verl_config.trainer_mode(s)}"])
+    assert check_method(s, [f"trainer.v1.trainer_mode={verl_config.trainer_of(s)[1]}"])
 
 
 def test_arguments_may_save_more_often():

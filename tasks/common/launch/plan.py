@@ -8,7 +8,7 @@ from pathlib import Path
 
 from verl_tasks.launch.task import exported
 from verl_tasks.runs.run import Run
-from verl_tasks.settings import Settings, method, stack
+from verl_tasks.settings import Settings, stack
 from verl_tasks.training import tracking, verl_config, verl_versions
 from verl_tasks.training.parity import Pass
 
@@ -135,9 +135,6 @@ def _torchrun(s: Settings, module: str) -> tuple[list[str], dict[str, str]]:
 def trainer_module(s: Settings, given: Mapping[str, str]) -> dict[str, str]:
     """The environment in which every verl process loads the method's trainer beside those that are ``given``, where
     verl lets one choose it."""
-    own = method(s.METHOD).TRAINER if verl_versions.has_own_trainers(s) else None
-    if s.ASYNC != "off":
-        separate = "verl_tasks.verl_plugins.separate_trainer"
-        own = separate if s.sampling_gpus else "verl_tasks.verl_plugins.async_trainer"
+    own = verl_config.trainer_of(s)[0] if verl_versions.has_own_trainers(s) else None
     modules = [given.get("VERL_USE_EXTERNAL_MODULES"), own]
     return {"VERL_USE_EXTERNAL_MODULES": ",".join(filter(None, modules))}

@@ -70,7 +70,7 @@ def _lost(s: Settings, trainer) -> Iterator[str]:
     own trainer writes other ones, and checks no reward."""
     if "v1" in trainer and not trainer.use_v1:
         yield "ARGS: trainer.use_v1=False: has no trainer of METHOD and ASYNC; leave it out"
-    if "v1" in trainer and (mode := trainer.v1.trainer_mode) != verl_config.trainer_mode(s):
+    if "v1" in trainer and (mode := trainer.v1.trainer_mode) != verl_config.trainer_of(s)[1]:
         yield f"ARGS: trainer.v1.trainer_mode={mode}: is not the trainer of METHOD and ASYNC; set these"
     if trainer.default_local_dir != str(s.runs_dir / "checkpoints"):
         yield f"ARGS: trainer.default_local_dir={trainer.default_local_dir}: is the run's folder; set ARTIFACTS"

@@ -158,11 +158,13 @@ def _reward(s: Settings) -> list[str]:
     return [*function, f"+{key}.reward_kwargs.variant={s.REWARD}"] if s.REWARD else function
 
 
-def trainer_mode(s: Settings) -> str:
-    """The name by which verl knows the trainer of METHOD and ASYNC (tasks/common/verl_plugins)."""
+def trainer_of(s: Settings) -> tuple[str, str]:
+    """The module of the trainer of METHOD and ASYNC, and the name by which verl knows that trainer."""
     if s.ASYNC == "off":
-        return method(s.METHOD).MODE
-    return "task_separate" if s.sampling_gpus else "task_async"
+        return method(s.METHOD).TRAINER, method(s.METHOD).MODE
+    if s.sampling_gpus:
+        return "verl_tasks.verl_plugins.separate_trainer", "task_separate"
+    return "verl_tasks.verl_plugins.async_trainer", "task_async"
 
 
 def _async(s: Settings) -> list[str]:
@@ -273,7 +275,7 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path, chosen: Pass | N
         f"trainer.rollout_data_dir={quoted(run_dir / 'rollouts')}",
         f"trainer.validation_data_dir={quoted(run_dir / 'validation')}",
         "trainer.max_actor_ckpt_to_keep=null",  # KEEP: runs/run.py
-        f"trainer.v1.trainer_mode={trainer_mode(s)}",
+        f"trainer.v1.trainer_mode={trainer_of(s)[1]}",
         "trainer.val_before_train=False",
         f"trainer.test_freq={s.TEST_FREQ or -1}",
     ]
