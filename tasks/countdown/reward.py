@@ -4,7 +4,7 @@ from collections import Counter
 
 from verl_tasks import answers, expression, last_answer, parse_expression, read_ground_truth, reward_function
 
-VARIANTS = ("thought", "ladder")
+VARIANTS = ("thought", "right", "ladder")
 
 
 @reward_function
@@ -13,7 +13,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, vari
 
     ``ground_truth`` is ``{"target": int, "numbers": [int, ...]}``, texts in place of numbers too, or that as JSON text.
     ``variant`` (the setting REWARD): "thought" pays only after a thought that calculates: 1.0 for a correct answer, 0.1
-    for exactly the given numbers; "ladder" pays 1.0, 0.3 and 0.1 for any expression, thought or not. Returns the same
+    for exactly the given numbers; "right" pays the 1.0 alone; "ladder" pays 1.0, 0.3 and 0.1 for any expression,
+    thought or not. Returns the same
     keys for every row: ``score``; ``acc`` (correct, thought or not), ``format`` (a well-formed expression), ``numbers``
     (each given number exactly once, no other) and ``thinking`` (a true calculation with given numbers) in {0.0, 1.0}.
     """
@@ -28,7 +29,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, vari
     if variant == "ladder":
         score = 1.0 if correct else 0.3 if right_numbers else 0.1 if well_formed else 0.0
     else:
-        score = (1.0 if correct else 0.1 if right_numbers else 0.0) if thinking else 0.0
+        consolation = 0.1 if right_numbers and variant == "thought" else 0.0
+        score = (1.0 if correct else consolation) if thinking else 0.0
     return {"score": score, "acc": correct, "format": well_formed, "numbers": right_numbers, "thinking": thinking}
 
 
