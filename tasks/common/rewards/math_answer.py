@@ -127,7 +127,8 @@ _NO_FORMULA = re.compile(
 _LITERAL = re.compile(r"\d+(?:\s?[:/-]\s?\d+){2,}")  # 1:2:3, 2024-01-15: no division, no difference
 # A phrase with a word in it: three letters or more, with a vowel, or two with an o, which is hardly a variable. Others
 # may be a product, as abc, xyz, at and mgh.
-_WORD = r"(?!(?:[a-d]+|[w-z]+|sin|cos|tan|log|exp|inf|infty|infinity)\b)(?:(?=[a-z]*[aeiouy])[a-z]{3,}|[a-z]o|o[a-z]|up)"
+_WORD = r"(?!(?:[a-d]+|[w-z]+|sin|cos|tan|log|exp|inf|infty|infinity)\b)(?:(?=[a-z]*[aeiouy])[a-z]{3,}|[a-z]o|o[a-z]"
+_WORD += "|up)"
 _PHRASE = re.compile(rf"(?=(?:[a-z]+\s)*{_WORD}\b)[a-z]+(?:\s[a-z]+)*")
 _HALF_DAY = re.compile(r"(?<=\d)\s*([ap])\.?\s?m\b\.?", re.IGNORECASE)  # 1:30 pm
 _RELATION = re.compile(r"[<>≤≥≠]|\\(?:[lg]eq?|neq?)(?![a-zA-Z])")
