@@ -251,6 +251,9 @@ def test_flexible_takes_the_last_number_where_no_answer_is_marked(response, text
         *((given, r"\text{yes}", True, right) for given, right in (("Yes", True), ("no", False))),
         *((given, "up", True, right) for given, right in (("Up", True), ("down", False))),
         *((given, "no", False, False) for given in ("n*o", "18")),
+        *((given, "São Paulo", True, right) for given, right in (("sa\u0303o paulo", True), ("Perú", False))),
+        *((given, "да", True, right) for given, right in (("Да", True), ("нет", False))),
+        *((given, "кот", True, right) for given, right in (("Кот.", True), ("ток", False))),
         *((rf"{sign}theta", "theta", True, True) for sign in ("", "\\")),
         # Products of letters.
         *((given, "ab", True, True) for given in ("ba", r"b \cdot a", "b*a")),
