@@ -53,6 +53,10 @@ TEMPLATES = {
     # White space before the end, as in Llama 2's and Apriel's.
     "space": "{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }} {{ eos_token }}"
     "{% else %}<|{{ m.role }}|>\n{{ m.content }}<|end|>{% endif %}{% endfor %}",
+    # Tokens before an answer that the generation prompt lacks, as in gpt-oss's and Command-R7B's.
+    "channel": FORM.format(shown="").replace(
+        "{{ m.content }}", "{{ '<|channel|>final<|message|>' if m.role == 'assistant' }}{{ m.content }}"
+    ),
 }
 NATIVE = {"opens"}  # that show tools and results themselves
 
@@ -63,6 +67,7 @@ def tokenizer(small_model, request):
 
     own = copy.deepcopy(AutoTokenizer.from_pretrained(small_model))
     roles = [f"<|{role}|>" for role in ("system", "user", "assistant", "tool", "observation", "end", "endoftext")]
+    roles += ["<|channel|>", "<|message|>"]
     own.add_special_tokens({"additional_special_tokens": roles})
     own.eos_token = EOS
     own.chat_template = TEMPLATES.get(request.param, request.param)
@@ -141,6 +146,23 @@ def test_a_demonstration_ends_with_the_token_that_opens_what_follows(tokenizer):
     ids, mask = demonstration_ids(tokenizer, PROMPT + turns, len(PROMPT), TOOLS)
     learned = tokenizer.decode([token for token, mine in zip(ids, mask, strict=True) if mine])
     assert learned == "a<|observation|>b<|user|>c<|user|>"
+
+
+@of_form("channel")
+def test_an_answer_has_the_tokens_that_the_template_puts_before_it(tokenizer):
+    assert tokenizer.decode(answer_ids(tokenizer, "4")) == "<|channel|>final<|message|>4<|end|>"
+    hostile = tokenizer.convert_tokens_to_ids("<|channel|>")
+    assert answer_ids(tokenizer, "<|channel|>4").count(hostile) == 1
+
+
+@of_form("channel")
+def test_an_answer_has_nothing_that_the_generation_prompt_gives(tokenizer):
+    """As in Aya's template, and an empty thought, as in Qwen3's, is the model's own."""
+    given, opened = tokenizer.chat_template, "<|assistant|>\n"
+    tokenizer.chat_template = given.replace(opened, f"{opened}<|channel|>final<|message|>")
+    assert tokenizer.decode(answer_ids(copy.deepcopy(tokenizer), "4")) == "4<|end|>"
+    tokenizer.chat_template = given.replace("<|channel|>final<|message|>", "<think></think>")
+    assert tokenizer.decode(answer_ids(copy.deepcopy(tokenizer), "4")) == "4<|end|>"
 
 
 @of_form("ends")

@@ -6,6 +6,7 @@ as an engine (`make eval BASE_URL=`).
 import json
 import os
 import shutil
+import sys
 import threading
 import time
 from dataclasses import asdict, replace
@@ -218,6 +219,29 @@ def test_two_engines_answer_as_one_does_and_a_lost_one_is_told(engine, small_mod
         list(pool.generate(REQUESTS, HOW))
     pool.close()
     assert same(found[0][0], found[1][0]) >= 9 and same(found[0][1], found[1][1]) >= 9
+
+
+@pytest.mark.parametrize(
+    ("error", "ours"),
+    [
+        (RuntimeError("causal_conv1d_weight_pack: support only width of 4"), True),  # LFM2 on some CPUs
+        (AttributeError("'Lfm2Config' object has no attribute 'block_dim'"), True),
+        (RuntimeError("Engine core initialization failed. See root cause above."), False),  # the log has it
+        (OSError(28, "No space left on device"), False),
+    ],
+)
+def test_a_model_with_which_vllm_does_not_start_is_one_line(monkeypatch, error, ours):
+    def no_engine(*args, **kwargs):
+        raise error
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=no_engine))
+    monkeypatch.setitem(sys.modules, "vllm.lora.request", SimpleNamespace(LoRARequest=None))
+    monkeypatch.setattr(engines._Platform, "here", lambda model: engines._Platform("bfloat16", ""))
+    with pytest.raises(SettingsError if ours else type(error)) as caught:
+        engines.VLLMEngine("a/model", 300, 0, 0.2)
+    if ours:
+        said = f"MODEL=a/model: vLLM does not start with it: {type(error).__name__}: {error}"
+        assert str(caught.value).startswith(said) and "\n" not in str(caught.value)
 
 
 @pytest.mark.slow

@@ -238,6 +238,21 @@ def test_a_probe_whose_samples_are_all_wrong_has_wilsons_interval():
     assert (found["variance"]["low"], found["variance"]["high"]) == (0, 0)  # no share
 
 
+def test_points_and_keys_named_like_a_metric_are_no_shares():
+    """A reward of 0 to 10 that gives each wrong answer a point, and one whose own `tokens` cancel each other."""
+    one = [replace(r, reward={"score": 1.0, "acc": 0.0, "tokens": 2.0 * r.sample - 1}) for r in some_wrong(50)]
+    metrics = summarize(one)["metrics"]
+    assert metrics["score"] == {"value": 1, "low": 1, "high": 1}
+    assert metrics["reward tokens"] == {"value": 0, "low": 0, "high": 0}
+    assert metrics["pass@1"] == vars(proportion(0, 50))
+    alone = [replace(r, reward={"score": float(r.index < 25), "acc": 0.0}) for r in some_wrong(50) if not r.sample]
+    assert summarize(alone)["metrics"]["score"] == vars(bootstrap_mean(np.repeat([1.0, 0.0], 25)))
+
+
+def some_wrong(prompts: int) -> list[Rollout]:
+    return sampled_twice(range(prompts), np.zeros((2, prompts)))
+
+
 @pytest.mark.parametrize(("cut", "blamed"), [(0, False), (25, False), (40, True), (50, True)])
 def test_a_probe_blames_the_limit_that_cuts_most_samples_off_and_not_the_warm_up(cut, blamed):
     ends = ["turn_length"] * cut + ["stop"] * (50 - cut)

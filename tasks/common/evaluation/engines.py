@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from verl_tasks.errors import said
 from verl_tasks.evaluation.rollouts import GREEDY, TOO_LONG, Completion
 from verl_tasks.machine.hardware import CPU_BLOCK_SIZE, CUDA_GRAPHS, cpu_dtype, shared_kv_cache
 from verl_tasks.machine.memory import short_window
@@ -181,7 +182,7 @@ def _recurrent(model: str) -> bool:
 
 class VLLMEngine:
     """vLLM's offline engine on ``tensor_parallel`` GPUs. A LoRA adapter is applied to its base model as it samples.
-    Raises SettingsError for a model that vLLM does not know."""
+    Raises SettingsError for a model with which vLLM does not start."""
 
     def __init__(
         self, model: str, max_model_len: int, seed: int, gpu_memory_utilization: float, tensor_parallel: int = 1
@@ -212,8 +213,10 @@ class VLLMEngine:
                 enforce_eager=not platform.graphs,
                 compilation_config=platform.graphs,
             )
-        except ValueError as error:
-            raise SettingsError(f"MODEL={model}: vLLM does not start with it: {one_line(str(error), 300)}") from error
+        except Exception as error:  # whatever a family's code raises
+            if isinstance(error, OSError) or "root cause" in str(error):  # of another process, in the log
+                raise
+            raise SettingsError(f"MODEL={model}: vLLM does not start with it: {said(error)}") from error
         self.tokenizer = self.llm.get_tokenizer()
         self.model = model
 

@@ -116,12 +116,15 @@ def conversations_of(rollouts: list[Rollout]) -> pd.Series:
 def estimate(values: pd.Series, rollouts: list[Rollout], conversations: pd.Series) -> Estimate:
     """Mean over prompts of a column of ``by_prompt``. Wilson where each conversation has one response that is 0 or 1,
     and where all responses of all prompts are the same 0 or 1 (the bootstrap of equal values has no width, and 0 of 128
-    is not exactly 0): then of conversations, since the samples of one depend on each other. Else the bootstrap."""
+    is not exactly 0): then of conversations, since the samples of one depend on each other. Else the bootstrap, also
+    for a score of 1 that is not right. Of a score that is always 0 nobody knows the range: 1 is taken for the most."""
     name, values = values.name, values.dropna()
-    of = conversations[values.index]
-    yes_or_no = name.startswith("pass@") or name in ("accuracy", "truncated")
-    yes_or_no = yes_or_no or all(r.reward.get(name, 0) in (0, 1) for r in rollouts if r.reward is not None)
-    shares = values.isin([0, 1]).all() and name not in ("tokens", "entropy", "turns", "tool_errors", *OF_PROGRAMS)
+    of, rewards = conversations[values.index], [r.reward for r in rollouts if r.reward is not None]
+    key = {_column(key): key for reward in rewards for key in reward}.get(name)  # None: a share by its meaning
+    yes_or_no = all(reward.get(key, 0) in (0, 1) for reward in rewards)
+    points = name == "score" and any(reward["score"] != reward["acc"] for reward in rewards)  # 1 of 10, say
+    counts = points or name in ("tokens", "entropy", "turns", "tool_errors", *OF_PROGRAMS)
+    shares = values.isin([0, 1]).all() and not counts
     if shares and ((of.is_unique and _one_response(rollouts, name)) or (yes_or_no and values.nunique() == 1)):
         return statistics.proportion(int(values.groupby(of).first().sum()), of.nunique())
     return bootstrap_mean(values.to_numpy(), of.to_numpy())

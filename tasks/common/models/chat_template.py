@@ -11,7 +11,7 @@ import json
 
 from jinja2 import TemplateError
 
-from verl_tasks.models.control_tokens import ids_of, marked
+from verl_tasks.models.control_tokens import ids_of, is_control, marked
 
 TOOLS_IN_WORDS = """You may call functions to answer. Their signatures are in <tools></tools>:
 <tools>
@@ -90,7 +90,7 @@ def opens_thinking(tokenizer, ids: list[int]) -> bool:
 
 
 def answer_ids(tokenizer, response: str, think_opened: bool = False, ended: bool = True) -> list[int]:
-    """Token ids of ``response`` as the answer to a rendered prompt, with the end of turn of the model's template.
+    """Token ids of ``response`` as the answer to a rendered prompt, with its start and end by the model's template.
 
     ``think_opened``: the prompt ended in ``<think>``, which is not repeated; a response without thinking closes it.
     ``ended``: False for a response that was cut at the length limit and so has no end of turn.
@@ -99,7 +99,8 @@ def answer_ids(tokenizer, response: str, think_opened: bool = False, ended: bool
         thinks = response.lstrip().startswith("<think>")
         response = response.lstrip().removeprefix("<think>").lstrip() if thinks else f"\n</think>\n\n{response}"
     mark, (response,) = marked(tokenizer, response)
-    return ids_of(tokenizer, response + (end_of_turn(tokenizer) if ended else ""), mark)
+    start = "" if think_opened else own_start(tokenizer)
+    return ids_of(tokenizer, start + response + (end_of_turn(tokenizer) if ended else ""), mark)
 
 
 def demonstration_ids(
@@ -158,6 +159,20 @@ def end_of_turn(tokenizer) -> str:
     except ValueError:
         ids = []
     return str(tokenizer.added_tokens_decoder.get(ids[0], "") if ids else "") or tokenizer.eos_token or ""
+
+
+@functools.lru_cache(maxsize=8)
+def own_start(tokenizer) -> str:
+    """The text before an answer that the generation prompt lacks, so that the model writes it: gpt-oss's
+    <|channel|>final<|message|>, Command-R7B's <|START_RESPONSE|>. Empty without a control token, as Qwen3's empty
+    thought."""
+    try:
+        opened, shown = _rendered(tokenizer, [ASKED]), _rendered(tokenizer, ANSWERED, turn=False)
+    except REFUSALS:
+        return ""
+    start, found, _ = shown.removeprefix(opened).partition(PROBE)
+    steers = any(is_control(token) and token.content in start for token in tokenizer.added_tokens_decoder.values())
+    return start if found and shown.startswith(opened) and steers else ""
 
 
 @functools.lru_cache(maxsize=8)

@@ -6,6 +6,7 @@ threads, and math-verify's own time limits need the main thread and cannot inter
 
 import functools
 import re
+import unicodedata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -125,9 +126,11 @@ _NO_FORMULA = re.compile(
     r"\s+(?:and\s+)?\d"
 )
 _LITERAL = re.compile(r"\d+(?:\s?[:/-]\s?\d+){2,}")  # 1:2:3, 2024-01-15: no division, no difference
-# A phrase with a word in it: three letters or more, with a vowel. Others may be a product, as abc, xyz and mgh.
-_WORD = r"(?!(?:[a-d]+|[w-z]+|sin|cos|tan|log|exp|inf|infty|infinity)\b)(?=[a-z]*[aeiouy])[a-z]{3,}"
-_PHRASE = re.compile(rf"(?=(?:[a-z]+\s)*{_WORD}\b)[a-z]+(?:\s[a-z]+)*")
+# A phrase with a word in it: three letters or more, with a vowel, or two with an o or an accent, or Cyrillic, which are
+# hardly variables. Others may be a product, as abc, xyz, at and mgh.
+_WORD = r"(?!(?:[a-d]+|[w-z]+|sin|cos|tan|log|exp|inf|infty|infinity)\b)"
+_WORD += rf"(?:(?=[a-z]*[aeiouy])[a-z]{{3,}}|[a-z]o|o[a-z]|up|(?=[a-z]*[ß-ӿ]){_LETTER}{{2,}})"
+_PHRASE = re.compile(rf"(?=(?:{_LETTER}+\s)*{_WORD}\b){_LETTER}+(?:\s{_LETTER}+)*")
 _HALF_DAY = re.compile(r"(?<=\d)\s*([ap])\.?\s?m\b\.?", re.IGNORECASE)  # 1:30 pm
 _RELATION = re.compile(r"[<>≤≥≠]|\\(?:[lg]eq?|neq?)(?![a-zA-Z])")
 
@@ -292,7 +295,7 @@ def _is_no_formula(text: str) -> bool:
 
 def _phrases(text: str) -> list[str]:
     """The phrases of a list, in alphabetical order; none where one may be a formula."""
-    parts = re.split(r",|\b(?:and|or)\b", text.casefold())
+    parts = re.split(r",|\b(?:and|or)\b", unicodedata.normalize("NFC", text.casefold()))
     parts = sorted(" ".join(part.strip(" .*_`\"'\n").split()) for part in parts)
     return parts if all(map(_PHRASE.fullmatch, parts)) else []
 

@@ -18,7 +18,7 @@ expect(PPOTrainer._reissue_inflight_prompts, 'tag.get("status") in ("pending", "
 expect(PPOTrainer._load_checkpoint, "self._restored_tq_prompt_count = ")
 expect(PPOTrainer.prepare_step, "self._add_batch_to_generate()")
 expect(PPOTrainer._save_checkpoint, "tq.save_checkpoint(")
-expect(tq.save_checkpoint, 'f"{checkpoint_dir.name}.tmp"', "tmp_dir.rename(checkpoint_dir)")  # runs/checkpoint.py
+expect(tq.save_checkpoint, "tmp_dir.rename(checkpoint_dir)")  # runs/checkpoint.py
 expect(ReplayBufferAsync.wait_for_sampleable, "self._has_enough_samples(global_steps, partition_id, target_count, s")
 expect(ReplayBuffer._select_prompt_uids, "prompt_global_steps_snapshot.get(key, 0)", "ordered_keys[:batch_size]")
 
