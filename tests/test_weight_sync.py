@@ -197,6 +197,26 @@ def test_a_head_that_is_tied_is_not_sent(own_sockets, monkeypatch, kind, tied):
     assert sent == [*own][: 2 - tied]
 
 
+KINDS = {"mixtral": True, "phimoe": True, "qwen3_moe": False, "llama": False}
+
+
+@pytest.mark.parametrize(("kind", "renamed"), KINDS.items())
+def test_weights_are_sent_by_the_names_that_a_checkpoint_has(module, kind, renamed, tmp_path):
+    """vLLM's Mixtral: KeyError 'layers.0.mlp.gate.weight', on a GPU."""
+    from safetensors.torch import load_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    of_experts = {"qwen3_moe": {"num_experts": 4}, "llama": {}}.get(kind, {"num_local_experts": 4})
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = AutoConfig.for_model(kind, vocab_size=32, num_key_value_heads=2, **sizes, **of_experts)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    published, own = load_file(tmp_path / "model.safetensors"), model.state_dict()
+    sent = dict(module.as_published(iter(own.items()), config))
+    assert set(sent) == set(published if renamed else own)
+    assert all(torch.equal(sent[name], (published if renamed else own)[name]) for name in sent)
+
+
 def test_verl_and_vllm_take_these_classes(own_sockets):
     from verl.workers.rollout.base import get_rollout_class
 

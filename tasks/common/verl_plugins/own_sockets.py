@@ -43,6 +43,8 @@ class OwnSocketAdapter(ServerAdapter):
         if not hasattr(weights, "__aiter__") and getattr(text, "tie_word_embeddings", False):
             # vLLM's Gemma 2 has no head of its own, and refuses one.
             weights = ((name, weight) for name, weight in weights if not name.endswith("lm_head.weight"))
+        if not hasattr(weights, "__aiter__"):
+            weights = weight_sync.as_published(weights, text)
         sent: dict = {}
         if compares := self._agreement.due and not hasattr(weights, "__aiter__"):
             adapter = kwargs.get("peft_config") or {}

@@ -9,8 +9,11 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, revert_weight_conversion
 
 from verl_tasks.leftovers import LAUNCH
 
@@ -47,6 +50,16 @@ def passing(
             kept = kept * scaling if "lora_B" in name else kept
             sums[name_of(name)] = tensor.numel(), total(kept)
         yield name, tensor
+
+
+def as_published(weights: Iterable[tuple[str, torch.Tensor]], config) -> Iterator[tuple[str, torch.Tensor]]:
+    """``weights`` as checkpoints of a family of experts name and cut them, if transformers 5 has other names for parts
+    of it (Mixtral, Phi-3.5-MoE): vLLM's loaders know the published ones alone. ``config``: the model's."""
+    changes = get_checkpoint_conversion_mapping(config.model_type) or []
+    model = SimpleNamespace(_weight_conversions=changes, config=config)
+    renamed = any(type(change) is WeightRenaming for change in changes)  # its subclass changes a prefix that vLLM knows
+    for name, weight in weights:
+        yield from revert_weight_conversion(model, {name: weight}).items() if renamed else ((name, weight),)
 
 
 def of_model(model: torch.nn.Module) -> Sums:
