@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+import statistics
 import subprocess
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from verl_tasks.evaluation import sample
 from verl_tasks.evaluation.engine_pool import Hardware
 from verl_tasks.evaluation.engines import Sampling
 from verl_tasks.evaluation.main import next_steps
-from verl_tasks.evaluation.probe import by_prompt
+from verl_tasks.evaluation.probe import by_prompt, partial_credit
 from verl_tasks.evaluation.rollouts import Rollout, write_rollouts
 from verl_tasks.evaluation.sample import Job, Scoring, sampling
 from verl_tasks.evaluation.statistics import Estimate
@@ -316,6 +317,29 @@ def test_rescore_refuses_two_greedy_responses_of_a_prompt_and_json_without_an_en
 # ---- probe
 
 
+def partial(scores: list[list[float]], right: list[int]) -> float:
+    """The share of all absolute advantages that is in groups without a right answer, by its definition."""
+    pulls = []
+    for values in scores:
+        mean, deviation = statistics.mean(values), statistics.pstdev(values)
+        pulls.append(sum(abs(value - mean) / deviation for value in values) if deviation else 0.0)
+    return sum(pull for pull, count in zip(pulls, right, strict=True) if not count) / sum(pulls)
+
+
+@pytest.mark.parametrize(
+    ("credit", "share"),
+    [(0.0, 0.0), (0.1, 0.5), (0.9, 0.5)],  # however small it is
+)
+def test_partial_credit_pulls_as_a_right_answer_does(credit, share):
+    """One prompt has a right sample and a wrong one, the other one that earns the credit and one that does not."""
+    rewards = [{"score": score, "acc": float(score == 1)} for score in (1.0, 0.0, credit, 0.0)]
+    rollouts = [
+        Rollout(i // 2, "sampled", i % 2, "", "stop", 1, 0.5, [], "t", "7", {}, reward)
+        for i, reward in enumerate(rewards)
+    ]
+    assert partial_credit(by_prompt(rollouts)) == pytest.approx(share)
+
+
 @pytest.mark.medium
 def test_probe_gives_the_exact_signal_of_each_prompt_and_the_verdict(workplace):
     model = workplace.model("m", table(RIGHT, 16, GREEDY))
@@ -335,6 +359,7 @@ def test_probe_gives_the_exact_signal_of_each_prompt_and_the_verdict(workplace):
     verdict = {v["name"]: v for v in found["verdicts"]}
     assert verdict["accuracy"]["value"] == pytest.approx(accuracy) and verdict["accuracy"]["good"]
     assert sum(found["accuracy_histogram"]["prompts"]) == 6
+    assert verdict["signal without a right answer"]["value"] == pytest.approx(partial(scores, RIGHT))
     assert "=> train: the data has signal" in result.stdout
     assert (folder / "probe.png").read_bytes().startswith(b"\x89PNG")
     # Strictly between 0 and 1: prompts 1, 2 and 3.

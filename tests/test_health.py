@@ -32,7 +32,7 @@ GOOD = [f"h200-{name}" for name in ("countdown-grpo", "gsm8k-grpo", "tool_callin
 
 # What unlearned its task, what learned to guess without a thought, and what was soon sure of wrong answers.
 BAD = {"h100-char_count": {"fall"}, "h200-countdown-1.5b-guess": {"short", "narrow"}}
-BAD |= {"h200-countdown-1.5b-shown": {"narrow"}}
+BAD |= {"h200-countdown-1.5b-right": {"narrow"}}
 BAD |= {f"h200-countdown-1.5b-{rate}": {"short", "narrow"} for rate in ("5e-6", "2e-6")}
 
 

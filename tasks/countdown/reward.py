@@ -29,8 +29,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, vari
     if variant == "ladder":
         score = 1.0 if correct else 0.3 if right_numbers else 0.1 if well_formed else 0.0
     else:
-        consolation = 0.1 if right_numbers and variant == "thought" else 0.0
-        score = (1.0 if correct else consolation) if thinking else 0.0
+        partial = 0.1 if right_numbers and variant == "thought" else 0.0
+        score = (1.0 if correct else partial) if thinking else 0.0
     return {"score": score, "acc": correct, "format": well_formed, "numbers": right_numbers, "thinking": thinking}
 
 

@@ -51,6 +51,7 @@ def test_examples_get_the_scores_that_they_state():
 )
 def test_score(response, score):
     assert compute_score("countdown", response, TRUTH)["score"] == score
+    assert compute_score("countdown", response, TRUTH, variant="right")["score"] == (score if score == 1 else 0.0)
 
 
 @pytest.mark.parametrize("kind", [str, float, lambda number: f" {number}"])

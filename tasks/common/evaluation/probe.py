@@ -38,14 +38,25 @@ class Verdict:
 
 def by_prompt(rollouts: list[Rollout]) -> pd.DataFrame:
     """One row per prompt, from the scored samples: ``samples``, ``accuracy``, ``score``, its population
-    ``variance``, ``entropy`` (nats), ``truncated``."""
+    ``variance``, ``entropy`` (nats), ``truncated``, and the ``pull``: GRPO's mean absolute advantage, 0 to 1."""
     table = summary.by_prompt(rollouts)
     scored = ((r["index"], r["reward"]["acc"], r["reward"]["score"]) for r in summary.as_dicts(rollouts))
     rewards = pd.DataFrame(scored, columns=["index", "acc", "score"]).groupby("index")
     # By definition, equal scores give exactly 0.
     variance = rewards["score"].agg(lambda scores: np.var(scores) if np.ptp(scores) else 0.0)
+    away = rewards["score"].agg(lambda scores: np.abs(scores - scores.mean()).mean())
+    pull = (away / np.sqrt(variance.where(variance > 0))).fillna(0.0)
     parts = {"samples": rewards.size(), "accuracy": rewards["acc"].mean(), "score": table["score"]}
-    return pd.DataFrame(parts | {"variance": variance, "entropy": table["entropy"], "truncated": table["truncated"]})
+    parts |= {"variance": variance, "entropy": table["entropy"], "truncated": table["truncated"]}
+    return pd.DataFrame(parts | {"pull": pull})
+
+
+def partial_credit(prompts: pd.DataFrame) -> float:
+    """The share of GRPO's signal, of the ``pull`` of all ``prompts``, that comes from prompts without a right sample.
+
+    GRPO divides by a group's standard deviation (DeepSeekMath, arXiv 2402.03300): 0.1 beside 0 pulls as 1 beside 0."""
+    whole = prompts["pull"].sum()
+    return float(prompts.loc[prompts["accuracy"] == 0, "pull"].sum() / whole) if whole else 0.0
 
 
 def verdicts(
@@ -53,6 +64,7 @@ def verdicts(
     variance: float,
     entropy: float,
     zero_variance: float,
+    partial: float,
     truncated: float,
     cuts: str = "",
     warmed: bool = False,
@@ -77,14 +89,19 @@ def verdicts(
     )[(entropy >= 0.2) + (entropy > 0.8)]
     groups = "these groups give GRPO no gradient"
     zero_words = (f"{groups}: FILTER=1 drops prompts that are never or always right", groups)
+    partial_words = (
+        "GRPO learns this share from partial credit alone, which may teach it to give up; pay right answers alone",
+        "good: right answers give most of what GRPO learns",
+    )
     cut_words = (f"cut off, so the reward sees no answer: {cuts}", "few responses are cut")
-    good = variance > 0.05, 0.2 <= entropy <= 0.8, zero_variance < 0.5, truncated < 0.3
+    good = variance > 0.05, 0.2 <= entropy <= 0.8, zero_variance < 0.5, partial < 0.5, truncated < 0.3
     return [
         Verdict("accuracy", accuracy, "0.10 to 0.80", 0.1 <= accuracy <= 0.8, accuracy_words),
         Verdict("reward variance", variance, "above 0.05", good[0], variance_words[good[0]]),
         Verdict("entropy (nats)", entropy, "0.20 to 0.80", good[1], entropy_words),
         Verdict("groups with zero variance", zero_variance, "below 0.50", good[2], zero_words[good[2]]),
-        Verdict("truncated", truncated, "below 0.30", good[3], cut_words[good[3]]),
+        Verdict("signal without a right answer", partial, "below 0.50", good[3], partial_words[good[3]]),
+        Verdict("truncated", truncated, "below 0.30", good[4], cut_words[good[4]]),
     ]
 
 
@@ -123,7 +140,7 @@ def probed(
     zero = float((prompts["variance"] == 0).mean())
     means = {name: float(prompts[name].mean()) for name in ("accuracy", "variance", "entropy", "truncated")}
     cuts = advice((rollout.finish_reason for rollout in rollouts), limits)
-    found = verdicts(**means, zero_variance=zero, cuts=cuts, warmed=warmed)
+    found = verdicts(**means, zero_variance=zero, partial=partial_credit(prompts), cuts=cuts, warmed=warmed)
     of = summary.conversations_of(rollouts)[prompts.index]
     estimates = {
         "accuracy": summary.estimate(prompts["accuracy"].rename("pass@1"), rollouts, of),

@@ -344,8 +344,8 @@ def _short(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
     if long and _for_steps(FIRST, row, before, lambda each: length(each) < SHORT * first):
         yield (
             f"{'turns' if 'episode/turns' in row else 'responses'} of {length(row):.0f} tokens in the mean, "
-            f"{first:.0f} at the start: the policy no longer thinks, or works nothing out; look at the rollouts, run "
-            "make attack, lower LR or set KL_COEF"
+            f"{first:.0f} at the start: the policy no longer thinks, or gives up; look at the rollouts, run make "
+            "attack, pay nothing for a wrong answer, lower LR or set KL_COEF"
         )
 
 
