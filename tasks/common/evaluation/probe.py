@@ -90,7 +90,7 @@ def verdicts(
     groups = "these groups give GRPO no gradient"
     zero_words = (f"{groups}: FILTER=1 drops prompts that are never or always right", groups)
     partial_words = (
-        "GRPO learns this share from partial credit alone, which may teach it to give up; pay right answers alone",
+        "learned from partial credit alone: unless scores have degrees, it may teach to give up; pay right answers alone",
         "good: right answers give most of what GRPO learns",
     )
     cut_words = (f"cut off, so the reward sees no answer: {cuts}", "few responses are cut")
