@@ -337,26 +337,20 @@ def test_the_shipped_environment_gives_no_alarm():
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(
-    ("environment", "exploit", "response", "fewest"),
-    [
-        ("complex_arithmetic", "NaN and infinities", "<answer>nan</answer>", 40),
-        pytest.param("coin_flip", "constant", "<answer>0</answer>", 36, marks=pytest.mark.long),
-    ],
-)
-def test_the_holes_of_reasoning_gyms_scorers_are_found_and_closed(environment, exploit, response, fewest):
-    problems = rows_of(gym.examples(environment, None, 1), 40)
-    source = gym.dataset(environment)
+def test_the_hole_of_a_scorer_of_reasoning_gym_is_found_and_closed():
+    """The closed scorers of others: test_gym.py."""
+    problems = rows_of(gym.examples("complex_arithmetic", None, 1), 40)
+    source = gym.dataset("complex_arithmetic")
 
     def theirs(name, text, truth, extra=None):
         answer = gym.last_answer(text)
         value = source.score_answer(answer, gym._decoded(gym.read_ground_truth(truth))) if answer else 0.0
         return {"score": value, "acc": float(value >= gym.RIGHT)}
 
-    search = attacked(theirs, problems, 400)
-    assert search.found[exploit].response == response and len(search.found[exploit].fooled) >= fewest
-    score = gym.scorer(environment)
-    assert sum(score(response, row.truth)["acc"] for row in problems) == 0
+    found = attacked(theirs, problems, 400).found["NaN and infinities"]
+    assert found.response == "<answer>nan</answer>" and len(found.fooled) == 40
+    score = gym.scorer("complex_arithmetic")
+    assert sum(score(found.response, row.truth)["acc"] for row in problems) == 0
 
 
 # ---- the oracle

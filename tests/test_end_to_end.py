@@ -123,18 +123,6 @@ def only(variables, pattern: str) -> Path:
     return path
 
 
-@pytest.mark.long  # its engine is that of the evaluation
-def test_probe_samples_the_training_prompts(variables):
-    result = make("probe", **{**variables, "N": "4", "LIMIT": "5"})
-    assert result.returncode == 0, result.stdout
-    found = json.loads(only(variables, "probe/countdown/*/probe.json").read_text())
-    assert (found["prompts"], found["samples"]) == (5, 4)
-    assert found["zero_variance_groups"] == 1.0 and "do SFT first" in result.stdout  # a random model
-    assert found["distributions"]["entropy"]["value"] > 4
-    assert only(variables, "probe/countdown/*/probe.png").stat().st_size > 10_000
-    assert "tokens/s" in result.stdout
-
-
 def test_compare_reuses_the_rollouts_of_the_training_and_writes_every_report(variables):
     result = make("compare", LIMIT="6", **variables)
     assert result.returncode == 0, result.stdout

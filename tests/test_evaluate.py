@@ -201,6 +201,7 @@ def test_what_was_sampled_is_kept_when_the_engine_dies_and_is_not_asked_again(wo
     assert died.returncode == 1 and "error: RuntimeError: the engine died" in died.stdout
     rollouts = workplace.only("eval/countdown/m-*/rollouts.jsonl")
     assert len(rollouts.read_text().splitlines()) == 1
+    assert {file.name for file in rollouts.parent.iterdir()} == {"rollouts.jsonl", "rollouts.meta.json"}
     rollouts.write_text(rollouts.read_text() + '{"index": 3, "mode": "gre')  # and a line was cut off
     (model / "die").unlink()
     assert workplace.run("eval", f"m={model}", N="16").returncode == 0

@@ -424,18 +424,6 @@ def test_rloo_with_truncated_responses_masked(thinking_model, checkout, tmp_path
 
 
 @pytest.mark.long
-def test_reinforce_pp(thinking_model, checkout, tmp_path):
-    (update,), losses, _ = train("reinforce_pp", thinking_model, checkout, tmp_path)
-    mask = update["response_mask"] > 0
-    centred = by_group(update, lambda scores: scores - scores.mean())
-    tokens = centred[mask]
-    reference = np.where(mask, (centred - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8), 0)
-    assert largest(update["advantages"], reference) < 1e-5
-    check_the_batches(update, losses, "vanilla", "token-mean")
-    print("advantages", largest(update["advantages"], reference), "losses", check_losses(losses, vanilla_loss))
-
-
-@pytest.mark.long
 def test_distill(thinking_model, checkout, tmp_path):
     """The teacher is the same model with other weights; the engine computes in bfloat16."""
     import torch

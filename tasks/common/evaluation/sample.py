@@ -326,20 +326,22 @@ def sampled(jobs: dict[str, Job], root: Path, scoring: Scoring) -> tuple[dict[st
     for label, job in todo.items():
         check_chat(job, found[label][1])
     if todo:
-        tails = [_Tail(label, files[label]) for label in todo]
         missing = sum(samples(found[label][1], job.sampling) for label, job in todo.items())
         asked = {"scoring": scoring.stored(), "jobs": {str(files[label]): asdict(job) for label, job in todo.items()}}
-        write_json(root / "sampling.json", asked)
-        run(
-            [sys.executable, "-m", "verl_tasks.evaluation.sampler", str(root / "sampling.json")],
-            name="sampling",
-            log=root / "sampling.log",
-            total=sum(tail.lines for tail in tails) + missing,
-            watch=lambda: _progress(tails),
-            environment={"VLLM_ENABLE_V1_MULTIPROCESSING": os.environ.get("EVAL_MULTIPROCESSING", "1")},
-        )
-        for label in todo:
-            files[label].with_name(TOKENS).unlink(missing_ok=True)
+        try:
+            tails = [_Tail(label, files[label]) for label in todo]
+            write_json(root / "sampling.json", asked)
+            run(
+                [sys.executable, "-m", "verl_tasks.evaluation.sampler", str(root / "sampling.json")],
+                name="sampling",
+                log=root / "sampling.log",
+                total=sum(tail.lines for tail in tails) + missing,
+                watch=lambda: _progress(tails),
+                environment={"VLLM_ENABLE_V1_MULTIPROCESSING": os.environ.get("EVAL_MULTIPROCESSING", "1")},
+            )
+        finally:
+            for label in todo:
+                files[label].with_name(TOKENS).unlink(missing_ok=True)
         found = {label: load(job, files[label], scoring) for label, job in jobs.items()}
         if still := {label: len(missing) for label, (_, missing) in found.items() if missing}:
             raise StageFailed(f"sampling ended, but prompts are missing: {still}\n  log: {root}/sampling.log")
