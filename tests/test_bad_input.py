@@ -152,7 +152,11 @@ def test_a_model_without_weights_and_one_without_config_are_named(variables, tmp
     folder = tmp_path / "model"
     folder.mkdir()
     error = error_line(make("train", **variables, MODEL=str(folder)))
-    assert f"MODEL={folder}" in error and "no config.json" in error
+    assert f"MODEL={folder}: the folder has no config.json, so it is not a model" in error and "is one" not in error
+    inner = folder / "actor/huggingface"  # as in a checkpoint
+    inner.mkdir(parents=True)
+    (inner / "config.json").write_text("{}")
+    assert f"; {inner} is one" in error_line(make("train", **variables, MODEL=str(folder)))
     (folder / "config.json").write_text("{}")
     error = error_line(make("train", **variables, MODEL=str(folder)))
     assert f"MODEL={folder}" in error and "no weights" in error

@@ -35,7 +35,9 @@ def resolve_model(model: str, base: str = "", variable: str = "MODEL") -> str:
         return str(_with_adapter(folder.resolve(), base, variable))
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise SettingsError(f"{variable}={model}: the folder has no config.json, so it is not a model")
+            below = [file.parent for depth in ("*", "*/*") for file in sorted(folder.glob(f"{depth}/config.json"))]
+            hint = f"; {below[-1]} is one" if below else ""  # of a checkpoint, of the hub's cache
+            raise SettingsError(f"{variable}={model}: the folder has no config.json, so it is not a model{hint}")
         if not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
             raise SettingsError(f"{variable}={model}: the folder has no weights (*.safetensors or pytorch_model*.bin)")
         if problem := damage(folder):
