@@ -99,6 +99,24 @@ def test_text_prompts_get_the_tasks_system_message_and_chats_stay():
     assert rows[1]["prompt"] == chat and rows[1]["reward_model"]["ground_truth"] == ""
 
 
+@pytest.mark.parametrize("kind", ["csv", "xlsx", "jsonl"])
+def test_a_chat_that_was_written_into_a_cell_is_a_chat_again(tmp_path, kind):
+    said = [{"role": "system", "content": "s"}, {"role": "user", "content": 'ü, "x"'}]
+    write_table(tmp_path / f"a.{kind}", [{"prompt": said}, {"prompt": '[{"not": "a chat"}]'}])
+    rows = rl_rows(read_table(tmp_path / f"a.{kind}"), "t", [])
+    assert [row["prompt"] for row in rows] == [said, chat('[{"not": "a chat"}]')]
+
+
+def test_typed_parts_of_text_are_text_and_an_image_is_refused(tmp_path):
+    parts = [{"type": "text", "text": "What?"}]
+    (tmp_path / "a.json").write_text(json.dumps([{"prompt": [{"role": "user", "content": parts}]}]))
+    assert rl_rows(read_table(tmp_path / "a.json"), "t", [])[0]["prompt"] == chat("What?")
+    parts.append({"type": "image_url", "image_url": {"url": "x.png"}})
+    (tmp_path / "a.json").write_text(json.dumps([{"prompt": [{"role": "user", "content": parts}]}]))
+    with pytest.raises(DataError, match="row 1, column prompt: message 0: a content part must be a text"):
+        read_table(tmp_path / "a.json")
+
+
 @pytest.mark.parametrize("text", [False, True])
 def test_a_model_is_told_the_tools_of_a_row(text):
     (tool,) = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}]

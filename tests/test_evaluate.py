@@ -21,7 +21,7 @@ from verl_tasks.evaluation import sample
 from verl_tasks.evaluation.engine_pool import Hardware
 from verl_tasks.evaluation.engines import Sampling
 from verl_tasks.evaluation.main import next_steps
-from verl_tasks.evaluation.probe import by_prompt, partial_credit
+from verl_tasks.evaluation.probe import by_prompt, partial_credit, probed
 from verl_tasks.evaluation.rollouts import Rollout, write_rollouts
 from verl_tasks.evaluation.sample import Job, Scoring, sampling
 from verl_tasks.evaluation.statistics import Estimate
@@ -339,6 +339,25 @@ def test_partial_credit_pulls_as_a_right_answer_does(credit, share):
         for i, reward in enumerate(rewards)
     ]
     assert partial_credit(by_prompt(rollouts)) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    ("scores", "right", "value", "good", "said"),
+    [
+        ((0.1, 0.1, 0.0, 0.0), (), 0.0, False, "no signal: the samples of each prompt score alike"),
+        ((0.1, 0.0, 0.1, 0.0), (), 1.0, False, "no sample is right, so partial credit is all there is: do SFT first"),
+        ((0.0, -1.0, 1.0, -1.0), (2,), 0.5, False, "pay right answers alone"),
+        ((1.0, 0.0, 0.5, 0.5), (0,), 0.0, True, "good: right answers give most"),
+        ((0.0, 0.0, 0.0, 0.0), (0,), 0.0, False, "no signal"),  # right, but the reward does not pay it
+    ],
+)
+def test_the_verdict_on_partial_credit_fits_what_there_is(scores, right, value, good, said):
+    rollouts = [
+        Rollout(i // 2, "sampled", i % 2, "", "stop", 1, 0.5, [], "t", "7", {}, {"score": score, "acc": i in right})
+        for i, score in enumerate(scores)
+    ]
+    verdict = probed(rollouts, by_prompt(rollouts))["verdicts"][4]
+    assert (verdict["value"], verdict["good"]) == (pytest.approx(value), good) and said in verdict["words"]
 
 
 @pytest.mark.medium

@@ -53,6 +53,16 @@ def test_a_whole_model_is_copied_with_a_card_that_its_validator_reads(s, run_dir
     assert str(tmp_path) not in everything and str(Path.home()) not in everything and TOKEN not in everything
 
 
+def test_the_reward_is_the_one_that_the_run_was_trained_with(s, run_dir, small_model, tmp_path):
+    (recorded,) = run_dir.glob("launches/*/task/reward.py")
+    recorded.write_text("# of the training\n")
+    export.export(s, command(tmp_path / "a"), run_dir, str(small_model))
+    assert (tmp_path / "a/reward.py").read_text() == "# of the training\n"
+    recorded.unlink()
+    export.export(s, command(tmp_path / "b"), run_dir, str(small_model))
+    assert (tmp_path / "b/reward.py").read_bytes() == s.reward_file.read_bytes()
+
+
 def test_sampling_of_the_base_model_that_differs_from_the_evaluations_is_said(s, run_dir, small_model, tmp_path):
     (source := tmp_path / "checkpoint").mkdir()
     for file in small_model.iterdir():

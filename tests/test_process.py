@@ -332,6 +332,7 @@ def test_the_next_command_continues_the_run(changes, said, settings, tmp_path, c
     main.closing(replace(settings, **changes), [Run.read(run_dir)])
     out = capsys.readouterr().out
     assert f"  the same command with {said}" in out
+    assert all(f"  make {stage} TASK={settings.TASK} RUN=run  " in out for stage in ("compare", "chat"))
     assert "the table is of the checkpoint of step 1, the best of its validations (STEP=latest: 4)\n" in out
     main.closing(replace(settings, **changes), [Run.read(run_dir)], "latest")
     assert "the table is of" not in capsys.readouterr().out

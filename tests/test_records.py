@@ -374,6 +374,9 @@ def test_make_repeat_prepares_the_data_checks_it_and_trains_by_the_ordinary_path
 
     file = launches.launches(run_dir)[-1] / "launch.json"
     noted = json.loads(file.read_text())
+    file.write_text(json.dumps(noted | {"data": noted["data"] | {"manifest.json": "0"}}))  # of another reward
+    assert "MODEL=/no/such/model" in errors(make("repeat", RUN="mine", STACK="cpu", **where))[0]
+
     file.write_text(json.dumps(noted | {"data": noted["data"] | {"train.parquet": "0"}, "git": {"commit": "0" * 40}}))
     result = make("repeat", RUN="mine", STACK="cpu", **where)
     assert "warning: changed since that run: commit" in result.stdout

@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -22,7 +23,7 @@ from verl_tasks.runs import launches
 from verl_tasks.runs.folder import find_run, lineage, named, record, rl_run, rounds, settings_of, sft_dir
 from verl_tasks.runs.run import Run, ends_run, export
 from verl_tasks.runs.validation import WHOLE, learned
-from verl_tasks.settings import Command, SettingsError, load_settings
+from verl_tasks.settings import Command, SettingsError, artifacts, load_settings
 
 
 @pytest.fixture
@@ -335,6 +336,23 @@ def test_a_start_that_is_gone_is_named_before_the_evaluation_begins(settings, mo
     shutil.rmtree(rl)  # of this no stage makes the same again
     with pytest.raises(SettingsError, match=f"^RUN=rl-round2: .* {start}, is gone; put it back$"):
         main.evaluate(job_of("eval", s, second))
+
+
+def test_a_start_is_found_where_the_artifacts_were_moved_to(settings, monkeypatch, tmp_path):
+    s, called = replace(settings, MODEL="some/model", INIT="sft"), []
+    monkeypatch.setattr(main, "script", lambda *arguments: called.append(arguments))
+    make_run(s, sft_dir(s).name, kind="sft")
+    rl = begun(s.runs_dir / "rl", str(export(Run.read(sft_dir(s)))), s)
+    second = begun(s.runs_dir / "rl-round2", str(export(Run.read(rl))), s)
+    (tmp_path / "moved").mkdir()
+    (before := artifacts() / "runs").rename(tmp_path / "moved/runs")
+    monkeypatch.setenv("ARTIFACTS", str(tmp_path / "moved"))
+    second = tmp_path / "moved/runs" / second.relative_to(before)
+    main.evaluate(job_of("eval", s, second))
+    (words,) = called
+    models = dict(word.split("=", 1) for word in words[2:])
+    assert [*models] == ["base", "sft", "round1", "round2"]
+    assert all(Path(path).is_dir() for label, path in models.items() if label != "base")
 
 
 def test_a_base_that_is_not_there_is_named_by_its_variable(settings, monkeypatch, tmp_path):

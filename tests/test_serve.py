@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import socket
 import threading
@@ -30,8 +31,16 @@ def test_an_address_that_others_reach_wants_a_key(host, monkeypatch):
         serve.check(command(HOST=host, PORT=1))
     monkeypatch.setenv(serve.KEY, "sk-none-of-your-business")
     serve.check(command(HOST=host, PORT=1))
-    said = serve.ready(command(HOST=host), ["countdown"])
+    said = serve.ready(command(HOST=host), ["countdown"], [])
     assert "none-of-your" not in said and f"Bearer ${serve.KEY}" in said and "0.0.0.0" not in said
+
+
+def test_the_examples_have_the_system_message_that_the_model_was_trained_with():
+    system = [{"role": "system", "content": 'Don\'t say "x".'}]
+    said = serve.ready(command(), ["countdown"], system)
+    (curl,) = [line for line in said.splitlines() if "curl" in line]
+    body, asked = json.loads(shlex.split(curl)[-1]), [*system, {"role": "user", "content": "Hello"}]
+    assert body["messages"] == asked and f"messages={json.dumps(asked)}))" in said
 
 
 def test_a_port_that_is_taken_is_refused():

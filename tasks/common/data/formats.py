@@ -104,7 +104,7 @@ def _conversation(record: dict, named: dict[str, str]) -> Conversation:
     before, messages = better[1] or worse[1], []
     if whole and not (before and free):
         messages = read(whole, _turns)
-    elif prompt and not whole and (chat_asked := read(prompt, _chat_in)):
+    elif prompt and not whole and (chat_asked := read(prompt, chat_in)):
         messages = chat_asked
     elif prompt and not whole:
         others = [name for name in PROMPTS if name not in (prompt, *CONTEXTS) and has(name)] if not before else []
@@ -136,7 +136,7 @@ def _conversation(record: dict, named: dict[str, str]) -> Conversation:
         raise DataError(f"columns `{answer}`, `ground_truth`: which is the answer? {_advice(record)}")
     if answer and alpaca:
         messages = [*messages, {"role": "assistant", "content": read(answer, _text)}]
-    elif answer and (chat_answer := read(answer, _chat_in)):
+    elif answer and (chat_answer := read(answer, chat_in)):
         messages = [*messages, *chat_answer]
     elif answer:
         return _finished(messages, tools, answer=read(answer, _answer))
@@ -167,7 +167,7 @@ def _takes_null(schema) -> bool:
     return "null" in (types if isinstance(types, list) else [types]) or any(map(_takes_null, choices))
 
 
-def _chat_in(value) -> list[dict] | None:
+def chat_in(value) -> list[dict] | None:
     """The OpenAI messages in ``value``, also as one message or as JSON text (a cell of CSV); None for anything else."""
     if isinstance(value, str) and _CELL.fullmatch(value):
         value = _parsed(value)
@@ -212,7 +212,7 @@ def _answer(value):
 
 def _reply(value) -> tuple[str, list[dict]]:
     """Text of a chosen or rejected answer, and the messages before it if ``value`` has them."""
-    turns = _chat_in(value)
+    turns = chat_in(value)
     if isinstance(value, str) and not turns:
         return _text(value), []
     *before, last = turns or _turns(_listed(value))

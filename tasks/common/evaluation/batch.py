@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 
-from verl_tasks.data.records import Records, tool_schemas
+from verl_tasks.data.formats import chat_in, tool_schemas
+from verl_tasks.data.records import Records
 from verl_tasks.evaluation.chat import task_system
 from verl_tasks.evaluation.engines import window
 from verl_tasks.evaluation.rollouts import TOO_LONG, Rollout
@@ -68,16 +70,21 @@ def read_table(path: Path) -> list[dict]:
         raise DataError(f"INPUT={path}: needs a column `prompt`; it has {', '.join(map(str, columns))}")
     rows = [{name: dict.get(row, name) for name in columns} for row in rows]
     for number, row in enumerate(rows, 1):
-        prompt = row["prompt"]
-        problem = messages_problem([*chat(prompt)] if isinstance(prompt, str) and prompt.strip() else prompt)
-        if problem:
-            what = "is empty" if isinstance(prompt, str) else f"must be text or a chat: {problem}"
-            raise DataError(f"INPUT={path}: row {number}, column prompt: {what}")
-        try:
-            tool_schemas(row.get("tools"))
-        except DataError as error:
-            raise DataError(f"INPUT={path}: row {number}, column tools: {error}") from error
+        for column, check in {"prompt": _messages, "tools": tool_schemas}.items():
+            try:
+                check(row.get(column))
+            except DataError as error:
+                raise DataError(f"INPUT={path}: row {number}, column {column}: {error}") from error
     return rows
+
+
+def _messages(prompt, system: Iterable[dict] = ()) -> list[dict]:
+    """The chat that ``prompt`` is, in a cell as JSON text; of another text after ``system``. Raises DataError."""
+    if messages := chat_in(prompt):
+        return messages
+    if isinstance(prompt, str) and prompt.strip():
+        return [*system, *chat(prompt)]
+    raise DataError("is empty" if isinstance(prompt, str) else f"must be text or a chat: {messages_problem(prompt)}")
 
 
 def rl_rows(rows: list[dict], task: str, system: list[dict]) -> list[dict]:
@@ -85,7 +92,7 @@ def rl_rows(rows: list[dict], task: str, system: list[dict]) -> list[dict]:
     ground truth: nothing to score."""
     result = []
     for index, row in enumerate(rows):
-        messages = row["prompt"] if isinstance(row["prompt"], list) else [*system, *chat(row["prompt"])]
+        messages = _messages(row["prompt"], system)
         truth = row.get("ground_truth")
         tools = tool_schemas(row.get("tools"))
         result.append(rl_row(task, messages, "" if truth is None else truth, "batch", index, tools))

@@ -93,8 +93,13 @@ def verdicts(
         "learned from partial credit alone: unless scores have degrees, it may teach to give up; pay right answers alone",
         "good: right answers give most of what GRPO learns",
     )
+    if not accuracy:  # then to pay right answers alone would leave nothing
+        partial_words = (f"no sample is right, so partial credit is all there is: {first}", partial_words[1])
+    if zero_variance == 1:
+        partial_words = ("no signal: the samples of each prompt score alike",) * 2
     cut_words = (f"cut off, so the reward sees no answer: {cuts}", "few responses are cut")
-    good = variance > 0.05, 0.2 <= entropy <= 0.8, zero_variance < 0.5, partial < 0.5, truncated < 0.3
+    right = partial < 0.5 and zero_variance < 1
+    good = variance > 0.05, 0.2 <= entropy <= 0.8, zero_variance < 0.5, right, truncated < 0.3
     return [
         Verdict("accuracy", accuracy, "0.10 to 0.80", 0.1 <= accuracy <= 0.8, accuracy_words),
         Verdict("reward variance", variance, "above 0.05", good[0], variance_words[good[0]]),

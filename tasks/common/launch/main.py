@@ -371,8 +371,9 @@ def closing(s: Settings, rounds: list[Run], step: str = "") -> None:
     print("\nNext:")
     change, what = folder.more_training(s, last)[0]
     print(f"  the same command with {change}    # {what}")
-    print(f"  make compare TASK={s.TASK}    # base, warm-up and trained with tests, prompts gained and lost; files")
-    print(f"  make chat TASK={s.TASK}    # talk to it")
+    this = f"TASK={s.TASK} RUN={last.folder.name}"  # without RUN a run of the default settings comes first
+    print(f"  make compare {this}    # base, warm-up and trained with tests, prompts gained and lost; files")
+    print(f"  make chat {this}    # talk to it")
     print("  make new TASK=my_task    # a task of your own")
 
 

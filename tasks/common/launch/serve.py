@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from verl_tasks.evaluation.chat import task_system
 from verl_tasks.evaluation.engines import window
 from verl_tasks.leftovers import kept
 from verl_tasks.machine.hardware import CPU_BLOCK_SIZE, cpu_dtype, refuse_taken
@@ -72,19 +73,20 @@ def arguments(s: Settings, command: Command, model: str) -> list[str]:
     return [*(word for name, value in given.items() for word in (f"--{name}", str(value))), *flags]
 
 
-def ready(command: Command, served: list[str]) -> str:
-    """What the screen says once the server answers."""
+def ready(command: Command, served: list[str], system: list[dict]) -> str:
+    """What the screen says once the server answers. ``system``: the task's system message, which the client gives."""
     url, name = f"http://{_reached(command.HOST)}:{command.PORT}/v1", served[-1]
     secret = bool(os.environ.get(KEY))
     header = f'-H "Authorization: Bearer ${KEY}" ' if secret else ""
-    body = shlex.quote(json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}]}))
+    messages = [*system, {"role": "user", "content": "Hello"}]
+    body = shlex.quote(json.dumps({"model": name, "messages": messages}))
     key = f'os.environ["{KEY}"]' if secret else '"none"'
     return f"""\
 ready: {url}, models: {", ".join(served)}; Ctrl-C ends it
   curl {url}/chat/completions -H "Content-Type: application/json" {header}-d {body}
   from openai import OpenAI{"; import os" * secret}
   client = OpenAI(base_url="{url}", api_key={key})
-  print(client.chat.completions.create(model="{name}", messages=[{{"role": "user", "content": "Hello"}}]))"""
+  print(client.chat.completions.create(model="{name}", messages={json.dumps(messages)}))"""
 
 
 def _reached(host: str) -> str:
@@ -100,6 +102,8 @@ def serve(s: Settings, command: Command, model: str, own: list[str]) -> None:
     Raises StageFailed where the server ends by itself, or does not answer within START_MINUTES.
     """
     log = artifacts() / "serve" / s.TASK / "server.log"
+    test_file = s.data_dir / "test.parquet"
+    system = task_system(test_file) if test_file.is_file() else []
     program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments(s, command, model), *own]
     print("starting vLLM's server", flush=True)
     started, answered, late = time.monotonic(), False, False
@@ -107,7 +111,7 @@ def serve(s: Settings, command: Command, model: str, own: list[str]) -> None:
         with kept(program, log) as launch:
             while not late and launch.keeper.poll() is None:
                 if not answered and (answered := _answers(command)):
-                    print(ready(command, [*names(s, model)]), flush=True)
+                    print(ready(command, [*names(s, model)], system), flush=True)
                 late = not answered and 0 < 60 * s.START_MINUTES < time.monotonic() - started
                 time.sleep(POLL_SECONDS)
             code = launch.keeper.poll()

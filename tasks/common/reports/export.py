@@ -90,7 +90,8 @@ def export(s: Settings, command: Command, run_dir: Path, model: str) -> str:
         if is_adapter(source):
             config = read_json(source / "adapter_config.json")
             write_json(partial / "adapter_config.json", config | {"base_model_name_or_path": base})
-        shutil.copy2(s.reward_file, partial)
+        trained = [launch / "task" / s.reward_file.name for launch in launches.launches(run_dir)[-1:]]
+        shutil.copy2(next(filter(Path.is_file, trained), s.reward_file), partial)  # today's may be another
         with readable(run_dir):
             written = card(s, run_dir, output.name, base, licence(base, start), is_adapter(source))
         for name, text in written.items():

@@ -125,7 +125,8 @@ def main() -> None:
     if code := data.returncode:
         sys.exit(code)
     now = launches.data_digests(s.data_dir, s.TRAIN_FILE, s.PAIRS_FILE)
-    if names := changed(launch["data"], now):
+    found = ({name: of[name] for name in of if name != "manifest.json"} for of in (launch["data"], now))
+    if names := changed(*found):  # not the manifest: it has the reward's digest, a change of the code
         raise SettingsError(f"RUN={name}: was trained on different data ({names} differ)")
     os.execve(sys.executable, [*stage, "train", *made["arguments"]], environ | {"STAGE": "train"})
 

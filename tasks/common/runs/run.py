@@ -12,7 +12,7 @@ from verl_tasks.files import read_json, write_text
 from verl_tasks.models.merge import base_model, loadable
 from verl_tasks.runs import validation
 from verl_tasks.runs.checkpoint import whole
-from verl_tasks.settings import Settings, SettingsError
+from verl_tasks.settings import Settings, SettingsError, artifacts
 from verl_tasks.text import one_line
 
 PARTS = ("kind", "fingerprint", "start")  # of every record: texts beside its settings and arguments
@@ -162,7 +162,16 @@ def ends_run(run_dir: Path, step: int, validated: dict, patience: int) -> bool:
 def recorded(folder: Path) -> dict:
     """The record that folder.py wrote; empty if there is none, or if ``record_problem`` refuses it."""
     made = read_json(folder / "settings.json")
-    return {} if record_problem(made) else made
+    if record_problem(made):
+        return {}
+    return made | {name: _here(made[name]) for name in ("start", "base") if made.get(name)}
+
+
+def _here(path: str) -> str:
+    """``path``, a model; where it is gone, its place below the artifacts, which were moved or copied here."""
+    parts = Path(path).parts if Path(path).is_absolute() and not Path(path).exists() else ()
+    below = (artifacts().joinpath(*parts[at:]) for at, part in enumerate(parts) if part in ("runs", "models"))
+    return next((str(place) for place in below if place.is_dir()), path)
 
 
 def record_problem(made: dict) -> str:
