@@ -163,7 +163,7 @@ def batch(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
     scores = [r.reward["score"] for r in rollouts if r.reward]
     too_long = sum(r.finish_reason == TOO_LONG for r in rollouts)
     text = f"{len(rollouts) - too_long} responses to {len(rows)} prompts"
-    text += f" ({too_long} are longer than the model's window)" if too_long else ""
+    text += f" ({too_long} of more tokens than the model's window)" if too_long else ""
     text += f", mean score {sum(scores) / len(scores):.3f} of {len(scores)}" if scores else ""
     print(f"  {text}: {output}")
     return report_errors(rollouts)

@@ -20,7 +20,7 @@ from verl_tasks.runs.folder import run_of
 from verl_tasks.runs.run import recorded
 from verl_tasks.settings import Command, Settings, SettingsError, artifacts
 
-RARE = 0.05  # accuracy of a start below which RL sees too few right answers
+RARE = 0.03  # accuracy of a start below which RL sees too few right answers; from 0.042 it learned (docs/TUNING.md)
 MOSTLY = 0.5  # share of samples that are cut off above which that is why few are right
 VERDICT_HEADER = ["", "", "value", "good range", "meaning"]
 
@@ -90,7 +90,7 @@ def verdicts(
     groups = "these groups give GRPO no gradient"
     zero_words = (f"{groups}: FILTER=1 drops prompts that are never or always right", groups)
     partial_words = (
-        "learned from partial credit alone: unless scores have degrees, it may teach to give up; pay right answers alone",
+        "from partial credit alone: unless scores have degrees, it may teach to give up; pay right answers alone",
         "good: right answers give most of what GRPO learns",
     )
     if not accuracy:  # then to pay right answers alone would leave nothing
@@ -98,8 +98,8 @@ def verdicts(
     if zero_variance == 1:
         partial_words = ("no signal: the samples of each prompt score alike",) * 2
     cut_words = (f"cut off, so the reward sees no answer: {cuts}", "few responses are cut")
-    right = partial < 0.5 and zero_variance < 1
-    good = variance > 0.05, 0.2 <= entropy <= 0.8, zero_variance < 0.5, right, truncated < 0.3
+    of_right = partial < 0.5 and zero_variance < 1
+    good = variance > 0.05, 0.2 <= entropy <= 0.8, zero_variance < 0.5, of_right, truncated < 0.3
     return [
         Verdict("accuracy", accuracy, "0.10 to 0.80", 0.1 <= accuracy <= 0.8, accuracy_words),
         Verdict("reward variance", variance, "above 0.05", good[0], variance_words[good[0]]),
