@@ -126,17 +126,27 @@ def checkpoint(run_dir, step=10):
     return f"/elsewhere/artifacts/runs/{run_dir.parent.name}/{run_dir.name}/checkpoints/global_step_{step}/actor/hf"
 
 
-def evaluate(run_dir, name, model, sampling=None, paired=(), **metrics):
+def evaluate(run_dir, name, model, sampling=None, paired=(), prompts=128, **metrics):
     """``paired``: a model, and the difference of accuracy to it."""
     folder = run_dir.parents[2] / f"eval/{run_dir.parent.name}/{name}"
     folder.mkdir(parents=True)
-    found = summary(model, **metrics)
+    found = summary(model, **metrics) | {"prompts": prompts}
     if paired:
         change = {"difference": estimate(paired[1]), "p_value": 0.0321, "test": "exact McNemar"}
         found["paired"] = {"to": paired[0], "metrics": {"accuracy": change}}
     (folder / "summary.json").write_text(json.dumps(found))
     meta = {"reward": "r", "model": model, "rows": "test.parquet", "limit": 0, "sampling": sampling or {"n": 4}}
     (folder / "rollouts.meta.json").write_text(json.dumps(meta))
+
+
+def test_a_look_at_a_few_prompts_replaces_no_evaluation(settings):
+    """make eval LIMIT=6, of the base and the trained model, after the one of all prompts."""
+    run_dir = make_run(settings, metrics={1: STEP}, start="/models/start")
+    for prompts, base, trained in ((128, 0.125, 0.375), (6, 0.5, 1.0)):
+        evaluate(run_dir, f"base{prompts}", "/models/start", prompts=prompts, accuracy=base)
+        evaluate(run_dir, f"of{prompts}", checkpoint(run_dir), prompts=prompts, accuracy=trained)
+    shown = report(run_dir).row(RESULT, "accuracy")[1:3]
+    assert shown == [str(Estimate(**estimate(value))) for value in (0.125, 0.375)]
 
 
 # ---- a whole run

@@ -32,7 +32,8 @@ def step_of(model: str, run_dir: Path) -> int | None:
 
 
 def evaluations(run_dir: Path) -> list[tuple[int, Path, dict]]:
-    """Step, summary.json and its content of each `make eval` of a run's checkpoints, by step and time.
+    """Step, summary.json and its content of each `make eval` of a run's checkpoints, by step, prompts (a look with LIMIT
+    replaces no whole one), and time.
 
     Raises SettingsError for a summary that has not the form of one: a run may come from elsewhere.
     """
@@ -43,7 +44,7 @@ def evaluations(run_dir: Path) -> list[tuple[int, Path, dict]]:
         if (step := step_of(str(summary.get("model", "")), run_dir)) is not None:
             _check_summary(file, summary)
             found.append((step, file, summary))
-    return sorted(found, key=lambda each: (each[0], each[1].stat().st_mtime))
+    return sorted(found, key=lambda each: (each[0], each[2]["prompts"], each[1].stat().st_mtime))
 
 
 def _check_summary(file: Path, summary: dict) -> None:

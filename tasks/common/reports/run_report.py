@@ -162,7 +162,7 @@ def health(run_dir: Path, made: dict, metrics: dict[int, dict]) -> Section:
 
 
 def evaluation(run_dir: Path, made: dict) -> Section:
-    """The last step's `make eval`, beside those of the models that the run began with."""
+    """The last step's `make eval` of the most prompts, beside those of the models that the run began with."""
     task, evaluated = run_dir.parent.name, evaluations(run_dir)
     command = f"make eval TASK={task} RUN={run_dir.name}"
     if not evaluated:
@@ -171,6 +171,7 @@ def evaluation(run_dir: Path, made: dict) -> Section:
     began = began_with(run_dir)
     files = sorted((artifacts() / "eval" / task).glob("*/summary.json"), key=lambda file: file.stat().st_mtime)
     alike = [read_json(file) for file in files if _conditions(file) == _conditions(last)]
+    alike = [each for each in alike if each.get("prompts") == trained["prompts"]]
     summaries = {
         label: summary  # the newest one
         for label, model in began.items()
@@ -193,7 +194,7 @@ def evaluation(run_dir: Path, made: dict) -> Section:
 
 
 def _conditions(summary: Path) -> dict:
-    """How an evaluation sampled and scored, without the model. The summary's number of prompts shows LIMIT."""
+    """How an evaluation sampled and scored, without the model and LIMIT."""
     meta = read_json(summary.with_name("rollouts.meta.json"))
     return {name: meta.get(name) for name in ("reward", "rows", "sampling")}
 
