@@ -158,6 +158,7 @@ BAD_RL = {
     "no ground_truth": ("reward_model.ground_truth", {"reward_model": {"style": "rule"}}),
     "empty ground_truth": ("reward_model.ground_truth", {"reward_model": {"style": "rule", "ground_truth": ""}}),
     "extra_info is a number": ("extra_info", {"extra_info": 3}),
+    "key is a number": ("extra_info.key", {"extra_info": {"key": 3}}),
 }
 
 

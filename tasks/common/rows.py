@@ -326,6 +326,8 @@ def _rl_problem(row: dict) -> tuple[str, str] | None:
         return "reward_model.ground_truth", "is missing"
     if not isinstance(extra, dict):
         return "extra_info", "must be a dict"
+    if not isinstance(extra.get("key"), str | None):
+        return "extra_info.key", "must be text"
     problem = _tools_problem(extra.get("tools"))
     return ("extra_info.tools", problem) if problem else None
 
