@@ -284,6 +284,19 @@ def test_pairs_on_held_out_prompts_are_refused(tmp_path):
     check_pairs(file, held_out)
 
 
+def test_pairs_without_the_system_message_of_a_held_out_prompt_are_refused(tmp_path):
+    held_out = tmp_path / "test.parquet"
+    write_parquet([rl_row("toy", chat("say 3", "Be brief."), "1", "test", 0)], held_out, rl_schema())
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(json.dumps({"prompt": "say 3", "chosen": "a", "rejected": "b"}))
+    with pytest.raises(DataError, match=r"1 of its prompts are in test\.parquet; remove them"):
+        check_pairs(file, [held_out])
+    with pytest.raises(DataError, match=r"1 of its prompts are in test\.parquet; remove them"):
+        check_disjoint(write_rows(tmp_path / "own.parquet", ["say 3"]), [held_out])
+    file.write_text(json.dumps({"prompt": "say 3", "system": "Shout.", "chosen": "a", "rejected": "b"}))
+    check_pairs(file, [held_out])  # another task's row may differ in that alone
+
+
 TWINS = ["say  caf\u00e9", "say cafe\u0301", " say caf\u00e9\r\n", "say\u00a0caf\u00e9"]
 
 
