@@ -246,6 +246,14 @@ def test_corrupt_file_is_refused(tmp_path, damage):
 # ---- held-out prompts
 
 
+def test_a_file_of_another_kind_is_not_to_be_removed(tmp_path):
+    (tmp_path / "own.jsonl").write_text('{"prompt": "p", "answer": "a"}\n')
+    message = refusal(tmp_path / "own.jsonl")
+    assert "json_to_parquet" in message and "remove" not in message
+    with pytest.raises(DataError, match="PAIRS_COLUMNS"):
+        check_pairs(tmp_path / "own.jsonl", [])
+
+
 def write_rows(path, prompts, key=None):
     rows = [rl_row("toy", chat(prompt), "1", "train", i, key=key and key(prompt)) for i, prompt in enumerate(prompts)]
     write_parquet(rows, path, rl_schema())

@@ -261,7 +261,9 @@ def read_rows(path: Path, limit: int | None = None) -> Iterator[dict]:
         raise DataError(f"{path}: {error}") from error
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         problem = str(error).splitlines()[0]
-        raise DataError(f"{path}: not a readable parquet file ({problem}); remove it and run `make data`") from error
+        ours = "remove it and run `make data`"
+        todo = ours if path.suffix == ".parquet" else f"`make json_to_parquet FILE={path} OUTPUT=out` writes one"
+        raise DataError(f"{path}: not a readable parquet file ({problem}); {todo}") from error
 
 
 def solved(train: Path, demonstrations: Path, most: int | None = None) -> Iterator[tuple[int, dict, dict]]:
