@@ -158,6 +158,7 @@ BAD_RL = {
     "no ground_truth": ("reward_model.ground_truth", {"reward_model": {"style": "rule"}}),
     "empty ground_truth": ("reward_model.ground_truth", {"reward_model": {"style": "rule", "ground_truth": ""}}),
     "extra_info is a number": ("extra_info", {"extra_info": 3}),
+    "key is a number": ("extra_info.key", {"extra_info": {"key": 3}}),
 }
 
 
@@ -245,6 +246,14 @@ def test_corrupt_file_is_refused(tmp_path, damage):
 # ---- held-out prompts
 
 
+def test_a_file_of_another_kind_is_not_to_be_removed(tmp_path):
+    (tmp_path / "own.jsonl").write_text('{"prompt": "p", "answer": "a"}\n')
+    message = refusal(tmp_path / "own.jsonl")
+    assert "json_to_parquet" in message and "remove" not in message
+    with pytest.raises(DataError, match="PAIRS_COLUMNS"):
+        check_pairs(tmp_path / "own.jsonl", [])
+
+
 def write_rows(path, prompts, key=None):
     rows = [rl_row("toy", chat(prompt), "1", "train", i, key=key and key(prompt)) for i, prompt in enumerate(prompts)]
     write_parquet(rows, path, rl_schema())
@@ -281,6 +290,19 @@ def test_pairs_on_held_out_prompts_are_refused(tmp_path):
         check_pairs(file, held_out)
     file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs[1:3]))
     check_pairs(file, held_out)
+
+
+def test_pairs_without_the_system_message_of_a_held_out_prompt_are_refused(tmp_path):
+    held_out = tmp_path / "test.parquet"
+    write_parquet([rl_row("toy", chat("say 3", "Be brief."), "1", "test", 0)], held_out, rl_schema())
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(json.dumps({"prompt": "say 3", "chosen": "a", "rejected": "b"}))
+    with pytest.raises(DataError, match=r"1 of its prompts are in test\.parquet; remove them"):
+        check_pairs(file, [held_out])
+    with pytest.raises(DataError, match=r"1 of its prompts are in test\.parquet; remove them"):
+        check_disjoint(write_rows(tmp_path / "own.parquet", ["say 3"]), [held_out])
+    file.write_text(json.dumps({"prompt": "say 3", "system": "Shout.", "chosen": "a", "rejected": "b"}))
+    check_pairs(file, [held_out])  # another task's row may differ in that alone
 
 
 TWINS = ["say  caf\u00e9", "say cafe\u0301", " say caf\u00e9\r\n", "say\u00a0caf\u00e9"]

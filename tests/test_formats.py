@@ -295,6 +295,12 @@ def test_explicit_answer_beside_an_answered_conversation_is_refused():
         conversation({"messages": [HI, YES], "b": "x"}, {"answer": "b"})
 
 
+@pytest.mark.parametrize("record", [{"messages": [HI, YES]}, {"prompt": "p", "chosen": "a", "rejected": "b"}])
+def test_what_has_no_answer_of_its_own_gives_no_text_of_one(record):
+    with pytest.raises(DataError, match="has no answer of its own"):
+        _ = conversation(record).answer_text
+
+
 def deep(levels):
     value = {}
     for _ in range(levels):

@@ -211,8 +211,11 @@ def test_folder_needs_a_training_file(tmp_path, capsys):
     ]
     assert capsys.readouterr().out == ""
     write_rows(tmp_path / "validation.jsonl", ROWS)
+    write(tmp_path / "train-2.jsonl.gz", "x")
     assert len(load(tmp_path)) == 3
-    assert "only train* and test* are read, not validation.jsonl\n" in capsys.readouterr().out
+    kinds = ".json, .jsonl, .csv, .parquet"
+    said = f"only train* and test* of {kinds} are read, not train-2.jsonl.gz, validation.jsonl\n"
+    assert said in capsys.readouterr().out
 
 
 def peak_of_reading(path):

@@ -261,7 +261,9 @@ def read_rows(path: Path, limit: int | None = None) -> Iterator[dict]:
         raise DataError(f"{path}: {error}") from error
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         problem = str(error).splitlines()[0]
-        raise DataError(f"{path}: not a readable parquet file ({problem}); remove it and run `make data`") from error
+        ours = "remove it and run `make data`"
+        todo = ours if path.suffix == ".parquet" else f"`make json_to_parquet FILE={path} OUTPUT=out` writes one"
+        raise DataError(f"{path}: not a readable parquet file ({problem}); {todo}") from error
 
 
 def solved(train: Path, demonstrations: Path, most: int | None = None) -> Iterator[tuple[int, dict, dict]]:
@@ -326,6 +328,8 @@ def _rl_problem(row: dict) -> tuple[str, str] | None:
         return "reward_model.ground_truth", "is missing"
     if not isinstance(extra, dict):
         return "extra_info", "must be a dict"
+    if not isinstance(extra.get("key"), str | None):
+        return "extra_info.key", "must be text"
     problem = _tools_problem(extra.get("tools"))
     return ("extra_info.tools", problem) if problem else None
 

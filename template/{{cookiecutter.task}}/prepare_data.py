@@ -104,7 +104,7 @@ def from_record(record: dict) -> list[prepare.Example]:
     if isinstance(found.answer, list | dict):
         raise prepare.DataError(f"the answer {found.answer_text[:80]} must be one regular expression, such as A|C")
 {% endif %}
-    return [example(found.messages, {{ "found.answer" if cookiecutter.reward == "json" else "found.answer_text" }}, record.get("demonstration"))]
+    return [example(found.messages, found.answer_text, record.get("demonstration"))]
 {% endif %}
 
 

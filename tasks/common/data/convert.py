@@ -41,7 +41,8 @@ def sft_example(record: Conversation) -> Example | None:
 def dpo_example(record: Conversation) -> Example | None:
     """The answer is the pair; None where its answers are the same."""
     if record.chosen is None:
-        raise DataError("has no chosen and rejected answers; name them with --chosen-column and --rejected-column")
+        names = "--chosen-column and --rejected-column, of `make dpo` PAIRS_COLUMNS"
+        raise DataError(f"has no chosen and rejected answers; name them: {names}")
     pair = {"chosen": record.chosen, "rejected": record.rejected}
     return Example(record.messages, pair, tools=record.tools) if len({*pair.values()}) == 2 else None
 

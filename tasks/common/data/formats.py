@@ -58,7 +58,10 @@ class Conversation:
 
     @property
     def answer_text(self) -> str:
-        """The answer as text, another value as JSON: what a cell of CSV has for it."""
+        """The answer as text, another value as JSON: what a cell of CSV has for it. Raises DataError without one."""
+        if self.answer is None:
+            todo = "name its column, or convert the file first: `make json_to_parquet ARGS='--kind rl'`"
+            raise DataError(f"has no answer of its own; {todo}")
         return self.answer if isinstance(self.answer, str) else json.dumps(self.answer, ensure_ascii=False)
 
 

@@ -142,12 +142,15 @@ def load(path: Path | str) -> list[Records]:
     folder = Path(path).expanduser()
     if not folder.is_dir():
         return [Records(path)]
-    files = sorted(file for file in folder.iterdir() if file.suffix.lower() in SUFFIXES and file.is_file())
+    there = sorted(folder.iterdir())
+    files = [file for file in there if file.suffix.lower() in SUFFIXES and file.is_file()]
     parts = [Records(file, split) for split in ("train", "test") for file in files if file.name.startswith(split)]
+    kinds = ", ".join(SUFFIXES)
     if not any(part.split == "train" for part in parts):
-        raise DataError(f"{path}: the folder has no training file (train*{', train*'.join(SUFFIXES)})")
-    if left := [file.name for file in files if not file.name.startswith(("train", "test"))]:
-        print(f"  {path}: only train* and test* are read, not {', '.join(left)}"[:300], flush=True)
+        raise DataError(f"{path}: the folder has no training file (train* of {kinds})")
+    data = (file for file in there if file in files or file.name.startswith(("train", "test")))
+    if left := [file.name for file in data if not any(part.path == file for part in parts)]:
+        print(f"  {path}: only train* and test* of {kinds} are read, not {', '.join(left)}"[:300], flush=True)
     return parts
 
 
