@@ -361,6 +361,17 @@ def test_a_start_may_hold_what_utf8_cannot(tokenizer):
     assert "?.txt" in tokenizer.decode(episode.prompt_ids)
 
 
+def test_a_close_that_raises_is_an_error_and_one_that_hangs_holds_nobody(small_tokenizer):
+    broken = type("Broken", (Environment,), {"step": lambda *_: Step(done=True), "close": raises(OSError("db down"))})
+    with pytest.raises(RewardError, match="close raised OSError: db down"):
+        episode_of(small_tokenizer, CALL, made=broken)
+    free = threading.Event()
+    hangs = type("Hangs", (broken,), {"close": lambda *_: free.wait(60)})
+    episode, _ = episode_of(small_tokenizer, CALL, made=hangs, limits=replace(LIMITS, step_seconds=0.2))
+    assert episode.ended == "stop" and not free.is_set()
+    free.set()
+
+
 def test_a_step_that_hangs_ends_its_episode_alone(small_tokenizer):
     began, free, ended = threading.Event(), threading.Event(), threading.Event()
 

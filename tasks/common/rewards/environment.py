@@ -258,10 +258,13 @@ def retold(
                 raise RewardError(turns[-1][1].broke or early)
             turns.append((answer, *stepped(environment, row, start.tools, answer)))
     finally:
-        closed(environment)
+        closed(environment, row)
     return start, turns
 
 
-def closed(environment: Environment) -> None:
-    """End the episode of ``environment``, where it has anything to end."""
-    getattr(environment, "close", lambda: None)()
+def closed(environment: Environment, row: dict) -> None:
+    """End the episode of ``environment``, where it has anything to end. Raises RewardError for what that raises."""
+    try:
+        getattr(environment, "close", lambda: None)()
+    except BaseException as error:
+        raise RewardError(f"{_where(row)}: close raised {said(error)}") from error
