@@ -327,6 +327,14 @@ def test_a_step_that_is_none_is_told(name):
     assert said in str(raised.value) and len(str(raised.value)) < 600
 
 
+@pytest.mark.parametrize(("readable", "told"), [(None, 0.0), ("", 0.0), ("12", 1.0)])
+def test_an_answer_may_stand_for_readable(small_tokenizer, readable, told):
+    """A task writes readable=last_answer(text), which is None or a text."""
+    made = type("Reads", (Environment,), {"step": lambda *_: Step(done=True, readable=readable)})
+    episode, _ = episode_of(small_tokenizer, ANSWER, made=made)
+    assert episode.scores["format"] == told
+
+
 @pytest.mark.parametrize(
     ("start", "said"),
     [
@@ -334,12 +342,34 @@ def test_a_step_that_is_none_is_told(name):
         (Start(chat("x"), [{}]), ""),
         (Start("x"), ""),
         (None, "ValueError: reset returned None, no Start"),
+        (Start(chat("x"), TOOLS * 2), "ValueError: tools: must be OpenAI schemas of functions with names of their own"),
+        (Start(chat("x"), [{"name": "f", "parameters": {1}}]), "TypeError: Object of type set is not JSON"),
     ],
-    ids=["empty", "tool", "text", "none"],
+    ids=["empty", "tool", "text", "none", "twins", "no JSON"],
 )
 def test_a_start_that_is_none_is_told(start, said):
     with pytest.raises(RewardError, match=f"reset raised {said}"):
         replayed(type("Broken", (Environment,), {"reset": lambda *_: start}), ROW, [CALL])
+
+
+@pytest.mark.parametrize("tokenizer", ["small", "qwen"], indirect=True)
+def test_a_start_may_hold_what_utf8_cannot(tokenizer):
+    """Names of files that os.listdir reads have half surrogates."""
+    tools = [{"type": "function", "function": {"name": "ls", "description": "\udcff"}}]
+    made = type("Files", (Environment,), {"reset": lambda *_: Start(chat("\udcff.txt"), tools)})
+    episode, _ = episode_of(tokenizer, CALL, made=made, limits=replace(LIMITS, turns=1))
+    assert "?.txt" in tokenizer.decode(episode.prompt_ids)
+
+
+def test_a_close_that_raises_is_an_error_and_one_that_hangs_holds_nobody(small_tokenizer):
+    broken = type("Broken", (Environment,), {"step": lambda *_: Step(done=True), "close": raises(OSError("db down"))})
+    with pytest.raises(RewardError, match="close raised OSError: db down"):
+        episode_of(small_tokenizer, CALL, made=broken)
+    free = threading.Event()
+    hangs = type("Hangs", (broken,), {"close": lambda *_: free.wait(60)})
+    episode, _ = episode_of(small_tokenizer, CALL, made=hangs, limits=replace(LIMITS, step_seconds=0.2))
+    assert episode.ended == "stop" and not free.is_set()
+    free.set()
 
 
 def test_a_step_that_hangs_ends_its_episode_alone(small_tokenizer):

@@ -599,6 +599,21 @@ def test_a_ground_truth_that_json_cannot_hold_is_named(folder, tmp_path, value):
         prepare(settings_for(), {"toy": lambda _: iter([Example("p", "1"), Example("q", {"v": [value]})])})
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"tools": [{"name": "ls", "parameters": {1}}]}, "the tools must be text or a JSON value"),
+        ({"demonstration": [{"role": "tool", "content": None}]}, "the demonstration must be text, or messages"),
+        ({"prompt": [{"role": "user", "content": None}]}, "the prompt each message needs a text content"),
+    ],
+    ids=["tools", "demonstration", "prompt"],
+)
+def test_an_example_that_no_file_can_hold_is_named(folder, monkeypatch, fields, said):
+    bad = replace(Example("q", "1", "a"), **fields)
+    told = main_said(monkeypatch, {"toy": lambda settings: iter([bad, *examples(9)])})
+    assert re.fullmatch(f"error: example 1: {said}.*", told)
+
+
 def test_what_is_no_example_is_named(folder, monkeypatch):
     told = main_said(monkeypatch, {"toy": lambda settings: iter([*examples(2), "text"])})
     assert told == "error: example 3 is no prepare.Example, but 'text'"

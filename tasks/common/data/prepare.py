@@ -71,12 +71,8 @@ class Examples:
         for example in examples:
             if isinstance(example, str):
                 continue
-            if problem := messages_problem(example.messages()):
-                raise DataError(f"the prompt {problem}")
-            if problem := truth_problem(example.ground_truth):
-                raise DataError(f"the ground truth {problem}")
-            if not isinstance(shown := example.demonstration, str | None) and messages_problem(shown):
-                raise DataError(f"the demonstration must be text, or messages, is {one_line(repr(shown), 80)}")
+            if problem := _problem(example):
+                raise DataError(problem)
         return examples
 
     def origin(self) -> list[dict]:
@@ -86,6 +82,18 @@ class Examples:
     def unused(self) -> list[str]:
         """Columns that no record's conversion read, and nulls that were left out of those that it did."""
         return list(dict.fromkeys(name for part in self.parts for name in part.unused))
+
+
+def _problem(example: Example) -> str:
+    """Why no file can hold ``example``; empty where one can."""
+    if problem := messages_problem(example.messages()):
+        return f"the prompt {problem}"
+    for name, value in (("ground truth", example.ground_truth), ("tools", example.tools)):
+        if problem := truth_problem(value):
+            return f"the {name} {problem}"
+    shown = example.demonstration
+    wrong = not isinstance(shown, str | None) and messages_problem(shown)
+    return f"the demonstration must be text, or messages, is {one_line(repr(shown), 80)}" if wrong else ""
 
 
 def distinct(examples: Iterable[Example | None], patience: int = 100_000) -> Iterator[Example]:
@@ -316,8 +324,8 @@ def _counted(examples: Iterator[Example | None]) -> Iterator[Example | None]:
         for made, example in enumerate(examples, 1):
             if not isinstance(example, Example | None):
                 raise DataError(f"example {made} is no prepare.Example, but {one_line(repr(example), 80)}")
-            if example and (problem := truth_problem(example.ground_truth)):
-                raise DataError(f"example {made}: the ground truth {problem}")
+            if example and (problem := _problem(example)):
+                raise DataError(f"example {made}: {problem}")
             yield example
     except (DataError, SettingsError):
         raise

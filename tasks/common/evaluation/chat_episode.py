@@ -125,7 +125,7 @@ async def _play_on(table: Table, episode: Episode, found: Begun, limits: Limits)
         await play_on(episode, found, table.engine.tokenizer, _sample(table, episode), limits)
     finally:
         if found.start.of_program:
-            closed(found.environment)
+            closed(found.environment, found.row)
 
 
 async def _begun(table: Table, place: Place | None, said: dict) -> tuple[dict, Begun, list[dict]]:

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from verl_tasks.rewards.environment import Asked, Turn
+from verl_tasks.rewards.environment import BAD_TOOLS, Asked, Turn
 from verl_tasks.rewards.tool_calls import Malformed, functions, parse_response, split_thinking
 from verl_tasks.rows import messages_problem
 
@@ -67,7 +67,7 @@ def read(body: bytes) -> Request:
         raise Refused(f"model: there is {MODEL!r} alone, not {str(given.get('model'))[:80]!r}")
     tools = given.get("tools", [])
     if not isinstance(tools, list) or len(functions(tools)) < len(tools):
-        raise Refused("tools: must be OpenAI schemas of functions with names of their own")
+        raise Refused(BAD_TOOLS)
     # `strict` is of a sampler that keeps to a schema; the model does not read it.
     schemas = [{key: value for key, value in tool.items() if key != "strict"} for tool in functions(tools).values()]
     tools = [{"type": "function", "function": schema} for schema in schemas]

@@ -5,6 +5,7 @@ The words are Gymnasium's (https://gymnasium.farama.org/api/env/).
 """
 
 import importlib
+import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,8 @@ __all__ = [
 ]  # for tasks
 
 SUCCESS = 1 - 1e-9  # an episode succeeds when its rewards sum to 1, up to rounding
+
+BAD_TOOLS = "tools: must be OpenAI schemas of functions with names of their own"
 
 WITHOUT_MODEL = 60.0  # seconds that a program has between two turns that no model takes
 
@@ -99,10 +102,10 @@ class Environment(Protocol):
     """One episode. ``row``: an RL row as its parquet file has it (rows.py).
 
     ``action``: the model's message, with ``calls`` ``{"name", "arguments"}``, ``text`` outside of them and
-    ``thinking``. Calls are of known tools; their arguments may be anything that JSON can say. Both run in a thread.
-    An environment with ``step_text(text) -> Step`` in place of ``step`` reads the model's texts itself, malformed ones
-    too; one with ``step_turn(turn: Turn | None) -> Step`` gets their tokens too. ``close()``, where there is one, ends
-    an episode.
+    ``thinking``. Calls are of known tools; their arguments may be anything that JSON can say. Each method runs in a
+    thread of its own. An environment with ``step_text(text) -> Step`` in place of ``step`` reads the model's texts
+    itself, malformed ones too; one with ``step_turn(turn: Turn | None) -> Step`` gets their tokens too. ``close()``,
+    where there is one, ends an episode.
     """
 
     def reset(self, row: dict) -> Start: ...
@@ -132,12 +135,17 @@ def begun(made: type[Environment], row: dict) -> tuple[Environment, Start]:
             raise ValueError(f"reset returned {start!r:.80}, no Start")
         problem = messages_problem(start.messages)
         if problem or len(functions(start.tools)) < len(start.tools):
-            raise ValueError(f"messages: {problem}" if problem else "tools: must be OpenAI schemas")
+            raise ValueError(f"messages: {problem}" if problem else BAD_TOOLS)
+        tools = json.loads(encodable(json.dumps(start.tools, ensure_ascii=False)))
+        return environment, replace(start, messages=_encodable(start.messages), tools=tools)
     except RewardError:
         raise
     except BaseException as error:  # also sys.exit: it runs in a thread, which would end in silence
         raise RewardError(f"{_where(row)}: reset raised {said(error)}") from error
-    return environment, start
+
+
+def _encodable(messages: list[dict]) -> list[dict]:
+    return [{**message, "content": encodable(message["content"])} for message in messages]
 
 
 def stepped(environment: Environment, row: dict, tools: list[dict], answer: str | Turn | None) -> tuple[Step, int]:
@@ -148,8 +156,8 @@ def stepped(environment: Environment, row: dict, tools: list[dict], answer: str 
     RewardError for all else that the environment raises, and for a step that is none.
     """
     step, failed = _stepped(environment, row, tools, answer)
-    messages = [{**message, "content": encodable(message["content"])} for message in step.messages]
-    return replace(step, messages=messages, reward=number(step.reward), done=bool(step.done)), failed
+    values = {"reward": number(step.reward), "done": bool(step.done), "readable": bool(step.readable)}
+    return replace(step, messages=_encodable(step.messages), **values), failed
 
 
 def _stepped(environment: Environment, row: dict, tools: list[dict], answer: str | Turn | None) -> tuple[Step, int]:
@@ -250,10 +258,13 @@ def retold(
                 raise RewardError(turns[-1][1].broke or early)
             turns.append((answer, *stepped(environment, row, start.tools, answer)))
     finally:
-        closed(environment)
+        closed(environment, row)
     return start, turns
 
 
-def closed(environment: Environment) -> None:
-    """End the episode of ``environment``, where it has anything to end."""
-    getattr(environment, "close", lambda: None)()
+def closed(environment: Environment, row: dict) -> None:
+    """End the episode of ``environment``, where it has anything to end. Raises RewardError for what that raises."""
+    try:
+        getattr(environment, "close", lambda: None)()
+    except BaseException as error:
+        raise RewardError(f"{_where(row)}: close raised {said(error)}") from error

@@ -183,7 +183,8 @@ async def play(made: type[Environment], row: dict, tokenizer, sample: Sample, li
             episode.ended = TOO_LONG
         await play_on(episode, found, tokenizer, sample, limits)
     finally:
-        closed(found.environment)
+        with contextlib.suppress(TimeoutError):  # it goes on in its thread
+            await _in_thread(limits.step_seconds, closed, found.environment, found.row)
     return episode
 
 
