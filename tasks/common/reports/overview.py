@@ -32,8 +32,8 @@ def step_of(model: str, run_dir: Path) -> int | None:
 
 
 def evaluations(run_dir: Path) -> list[tuple[int, Path, dict]]:
-    """Step, summary.json and its content of each `make eval` of a run's checkpoints, by step, prompts (a look with LIMIT
-    replaces no whole one), and time.
+    """Step, summary.json and its content of each `make eval` of a run's checkpoints, by step, prompts and time: a look
+    with LIMIT replaces no whole one.
 
     Raises SettingsError for a summary that has not the form of one: a run may come from elsewhere.
     """
