@@ -14,9 +14,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, vari
     ``ground_truth`` is ``{"target": int, "numbers": [int, ...]}``, texts in place of numbers too, or that as JSON text.
     ``variant`` (the setting REWARD): "thought" pays only after a thought that calculates: 1.0 for a correct answer, 0.1
     for exactly the given numbers; "right" pays the 1.0 alone; "ladder" pays 1.0, 0.3 and 0.1 for any expression,
-    thought or not. Returns the same
-    keys for every row: ``score``; ``acc`` (correct, thought or not), ``format`` (a well-formed expression), ``numbers``
-    (each given number exactly once, no other) and ``thinking`` (a true calculation with given numbers) in {0.0, 1.0}.
+    thought or not. Returns the same keys for every row: ``score``; ``acc`` (correct, thought or not), ``format`` (a
+    well-formed expression), ``numbers`` (each given number exactly once, no other) and ``thinking`` (a true calculation
+    with given numbers) in {0.0, 1.0}.
     """
     truth = read_ground_truth(ground_truth)
     answer = last_answer(solution_str)

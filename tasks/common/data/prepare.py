@@ -69,9 +69,7 @@ class Examples:
     def _examples(self, record: dict) -> list[Example | str]:
         examples = list(self.convert(record))
         for example in examples:
-            if isinstance(example, str):
-                continue
-            if problem := _problem(example):
+            if not isinstance(example, str) and (problem := _problem(example)):
                 raise DataError(problem)
         return examples
 

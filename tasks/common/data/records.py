@@ -148,8 +148,8 @@ def load(path: Path | str) -> list[Records]:
     kinds = ", ".join(SUFFIXES)
     if not any(part.split == "train" for part in parts):
         raise DataError(f"{path}: the folder has no training file (train* of {kinds})")
-    data = (file for file in there if file in files or file.name.startswith(("train", "test")))
-    if left := [file.name for file in data if not any(part.path == file for part in parts)]:
+    data = {file for file in there if file in files or file.name.startswith(("train", "test"))}
+    if left := sorted(file.name for file in data - {part.path for part in parts}):
         print(f"  {path}: only train* and test* of {kinds} are read, not {', '.join(left)}"[:300], flush=True)
     return parts
 

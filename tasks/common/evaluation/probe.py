@@ -44,11 +44,14 @@ def by_prompt(rollouts: list[Rollout]) -> pd.DataFrame:
     rewards = pd.DataFrame(scored, columns=["index", "acc", "score"]).groupby("index")
     # By definition, equal scores give exactly 0.
     variance = rewards["score"].agg(lambda scores: np.var(scores) if np.ptp(scores) else 0.0)
-    away = rewards["score"].agg(lambda scores: np.abs(scores - scores.mean()).mean())
-    pull = (away / np.sqrt(variance.where(variance > 0))).fillna(0.0)
+    pull = rewards["score"].agg(lambda scores: _deviation(scores) / np.std(scores) if np.ptp(scores) else 0.0)
     parts = {"samples": rewards.size(), "accuracy": rewards["acc"].mean(), "score": table["score"]}
     parts |= {"variance": variance, "entropy": table["entropy"], "truncated": table["truncated"]}
     return pd.DataFrame(parts | {"pull": pull})
+
+
+def _deviation(scores: pd.Series) -> float:
+    return float(np.abs(scores - scores.mean()).mean())
 
 
 def partial_credit(prompts: pd.DataFrame) -> float:
@@ -89,14 +92,14 @@ def verdicts(
     )[(entropy >= 0.2) + (entropy > 0.8)]
     groups = "these groups give GRPO no gradient"
     zero_words = (f"{groups}: FILTER=1 drops prompts that are never or always right", groups)
-    partial_words = (
-        "from partial credit alone: unless scores have degrees, it may teach to give up; pay right answers alone",
-        "good: right answers give most of what GRPO learns",
-    )
-    if not accuracy:  # then to pay right answers alone would leave nothing
-        partial_words = (f"no sample is right, so partial credit is all there is: {first}", partial_words[1])
     if zero_variance == 1:
-        partial_words = ("no signal: the samples of each prompt score alike",) * 2
+        lacking = "no signal: the samples of each prompt score alike"
+    elif not accuracy:  # then to pay right answers alone would leave nothing
+        lacking = f"no sample is right, so partial credit is all there is: {first}"
+    else:
+        lacking = "from partial credit alone: unless scores have degrees, it may teach to give up; "
+        lacking += "pay right answers alone"
+    partial_words = lacking, "good: right answers give most of what GRPO learns"
     cut_words = (f"cut off, so the reward sees no answer: {cuts}", "few responses are cut")
     of_right = partial < 0.5 and zero_variance < 1
     good = variance > 0.05, 0.2 <= entropy <= 0.8, zero_variance < 0.5, of_right, truncated < 0.3

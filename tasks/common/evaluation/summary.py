@@ -120,7 +120,7 @@ def estimate(values: pd.Series, rollouts: list[Rollout], conversations: pd.Serie
     for a score of 1 that is not right. Of a score that is always 0 nobody knows the range: 1 is taken for the most."""
     name, values = values.name, values.dropna()
     of, rewards = conversations[values.index], [r.reward for r in rollouts if r.reward is not None]
-    key = {_column(key): key for reward in rewards for key in reward}.get(name)  # None: a share by its meaning
+    key = {_column(key): key for key in set().union(*rewards)}.get(name)  # None: a share by its meaning
     yes_or_no = all(reward.get(key, 0) in (0, 1) for reward in rewards)
     points = name == "score" and any(reward["score"] != reward["acc"] for reward in rewards)  # 1 of 10, say
     counts = points or name in ("tokens", "entropy", "turns", "tool_errors", *OF_PROGRAMS)

@@ -170,13 +170,13 @@ def evaluation(run_dir: Path, made: dict) -> Section:
     _, last, trained = evaluated[-1]
     began = began_with(run_dir)
     files = sorted((artifacts() / "eval" / task).glob("*/summary.json"), key=lambda file: file.stat().st_mtime)
-    alike = [read_json(file) for file in files if _conditions(file) == _conditions(last)]
-    alike = [each for each in alike if each.get("prompts") == trained["prompts"]]
+    conditions = _conditions(last)
+    alike = [read_json(file) for file in files if _conditions(file) == conditions]
     summaries = {
         label: summary  # the newest one
         for label, model in began.items()
         for summary in alike
-        if same_model(summary.get("model", ""), model)
+        if summary.get("prompts") == trained["prompts"] and same_model(summary.get("model", ""), model)
     }
     label = "trained" if made["kind"] == "sft" else made["settings"]["METHOD"]
     if before := sum(name.startswith("round") for name in began):
