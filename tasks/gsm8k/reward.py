@@ -1,9 +1,8 @@
-"""GSM8K's reward: 1.0 the right final number, 0.1 another final number, 0.0 none (README.md)."""
+"""GSM8K's reward: 1.0 the right final number, else 0.0 (README.md), as verl's (utils/reward_score/gsm8k.py)."""
 
 from verl_tasks import math_answer, reward_function
 
 VARIANTS = ("strict", "flexible")
-FORMAT_SCORE = 0.1
 
 
 @reward_function
@@ -13,8 +12,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, vari
     ``ground_truth`` is a number as text. ``variant`` "strict": the final answer is what the last ``####``, else the
     last ``\\boxed{}``, else the last "the answer is" sentence says; "flexible": else the last number of the response.
 
-    Returns the same keys for every row: ``score`` in {0.0, 0.1, 1.0}; in {0.0, 1.0}: ``acc``, ``format`` (a marked
-    answer that is one number), and how it was marked: ``marked`` (``####``), ``boxed``, ``sentence``.
+    Returns the same keys for every row, each in {0.0, 1.0}: ``score`` and ``acc`` (right), ``format`` (a marked answer
+    that is one number), and how it was marked: ``marked`` (``####``), ``boxed``, ``sentence``.
     """
     truth = math_answer.read_number(str(ground_truth))
     if truth is None:
@@ -25,9 +24,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, vari
     right = number is not None and number == truth
     how = answer.how if number is not None else ""
     well_formed = how in ("hashes", "boxed", "sentence")
-    score = 1.0 if right else FORMAT_SCORE if well_formed else 0.0
     marks = {"marked": how == "hashes", "boxed": how == "boxed", "sentence": how == "sentence"}
-    return {"score": score, "acc": right, "format": well_formed, **marks}
+    return {"score": right, "acc": right, "format": well_formed, **marks}
 
 
 def wrong_forms(response: str) -> list[str]:

@@ -16,7 +16,7 @@ def test_examples_get_the_scores_that_they_state():
     ("response", "score"),
     [
         ("9 * 2 = 18\n#### 18", 1.0),
-        ("#### 18\n#### 17", 0.1),  # the last answer counts
+        ("#### 18\n#### 17", 0.0),  # the last answer counts
         ("#### 18 or 17", 0.0),  # two answers are none
         ("<think>#### 18</think>", 0.0),  # thinking is no answer
         ("18", 0.0),

@@ -41,12 +41,12 @@ def result(response, truth="18", **kwargs):
         ("The answer is \\boxed{\\frac{36}{2}}.", 1.0, "boxed"),
         ("The answer is 2 * 9 = 18 dollars.", 1.0, "sentence"),
         ("<think>#### 17</think>\n#### 18", 1.0, "marked"),
-        ("#### 17", 0.1, "marked"),
-        ("#### 0.18", 0.1, "marked"),
-        ("#### -18", 0.1, "marked"),
-        ("#### 18 million", 0.1, "marked"),
-        ("#### 18\n#### 17", 0.1, "marked"),
-        ("\\boxed{17}\nThe answer is 18.", 0.1, "boxed"),
+        ("#### 17", 0.0, "marked"),
+        ("#### 0.18", 0.0, "marked"),
+        ("#### -18", 0.0, "marked"),
+        ("#### 18 million", 0.0, "marked"),
+        ("#### 18\n#### 17", 0.0, "marked"),
+        ("\\boxed{17}\nThe answer is 18.", 0.0, "boxed"),
         ("#### 18\n\n#### 2. Check", 1.0, "marked"),
         ("#### 18元", 1.0, "marked"),
         ("#### 18 m²<|im_end|>", 1.0, "marked"),
@@ -58,7 +58,7 @@ def result(response, truth="18", **kwargs):
         ("\\boxed{\\gcd(-18,-36)}", 0.0, None),
         ("\\boxed{\\max(18, 2)}", 0.0, None),
         ("#### \\sqrt{323}", 0.0, None),
-        ("The answer is 18 or 19.", 0.1, "sentence"),  # of a sentence, the last number
+        ("The answer is 18 or 19.", 0.0, "sentence"),  # of a sentence, the last number
         ("#### 18 or 19", 0.0, None),
         ("#### 17 18 19", 0.0, None),
         ("#### 17, 18, 19", 0.0, None),
@@ -88,7 +88,7 @@ def test_score(response, score, how):
     found = result(response)
     assert found["score"] == score
     assert found["acc"] == (score == 1.0)
-    assert found["format"] == (score > 0)
+    assert found["format"] == (how is not None)
     assert [name for name in ("marked", "boxed", "sentence") if found[name]] == ([how] if how else [])
 
 
@@ -99,7 +99,7 @@ def test_score(response, score, how):
         ("It makes 17 dollars.", 0.0, 0.0),
         ("18 dollars for 9 eggs", 0.0, 0.0),
         ("#### 17, not 18", 0.0, 0.0),
-        ("#### 17\n18", 0.1, 0.1),
+        ("#### 17\n18", 0.0, 0.0),
         ("#### 18\n17", 1.0, 1.0),
         ("18</think>", 0.0, 0.0),
     ],
@@ -144,7 +144,7 @@ responses = st.one_of(st.text(max_size=200), st.lists(st.sampled_from(FRAGMENTS)
 def test_any_response_gets_a_score(response, truth, variant):
     found = result(response, str(truth), variant=variant)
     assert found.keys() == KEYS
-    assert found["score"] in (0.0, 0.1, 1.0)
+    assert found["score"] in (0.0, 1.0)
     assert all(value in (0.0, 1.0) for name, value in found.items() if name != "score")
     assert found["marked"] + found["boxed"] + found["sentence"] == found["format"]
     assert (found["score"] == 1.0) == (found["acc"] == 1.0)
