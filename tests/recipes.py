@@ -133,12 +133,12 @@ def run(recipe: Recipe, stack: str) -> dict:
 def overview() -> None:
     """A line for each recipe, and for its published result."""
     for name, recipe in recipes().items():
-        print(f"{name}: {recipe.about}; {recipe.hardware}, STACK={recipe.stack}, at most {recipe.minutes:g} min")
-        print(f"  promises {', '.join(map(str, recipe.promises))}")
+        show(f"{name}: {recipe.about}; {recipe.hardware}, STACK={recipe.stack}, at most {recipe.minutes:g} min")
+        show(f"  promises {', '.join(map(str, recipe.promises))}")
         if result := published().get(name):
             less = recipe.missed(result["compare"])
             kept = f"missed {', '.join(less)}" if less else "kept"
-            print(f"  {result['date']}, commit {result['commit'][:7]}: {kept} in {result['minutes']} min")
+            show(f"  {result['date']}, commit {result['commit'][:7]}: {kept} in {result['minutes']} min")
 
 
 def main() -> None:
