@@ -32,7 +32,12 @@ def test_unknown_task_lists_the_known_ones(arguments):
 
 @pytest.mark.parametrize(
     ("words", "lines"),
-    [("help", 0), ("help", 1), ("help", 30), *((f"{goal} TASK=countdown", 0) for goal in ("settings", "doctor", "runs"))],
+    [
+        ("help", 0),
+        ("help", 1),
+        ("help", 30),
+        *((f"{goal} TASK=countdown", 0) for goal in ("settings", "doctor", "runs")),
+    ],
 )
 def test_what_shows_something_ends_quietly_where_its_reader_has_seen_enough(words, lines, tmp_path):
     command = f"{' '.join(MAKE)} {words} | head -n {lines}"
