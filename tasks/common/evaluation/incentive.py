@@ -132,9 +132,10 @@ def start_score(s: Settings) -> tuple[float, str] | None:
 
 
 def told(s: Settings, rows: list[Row], reward: Guarded, seconds: float = SECONDS) -> Iterator[tuple[str, bool]]:
-    """Lines on the guesses, and whether each is a warning: a guess, or no answer at all, earns more than the start's own
-    samples, or much of what a right answer does where none are known. What it earns by being right counts beside known samples where it
-    leaves out the thought that the demonstrations have: such a guess was learned in place of thinking."""
+    """Lines on the guesses, and whether each is a warning: a guess, or no answer at all, earns more than the start's
+    own samples, or much of what a right answer does where none are known. What it earns by being right counts beside
+    known samples where it leaves out the thought that the demonstrations have: such a guess was learned in place of
+    thinking."""
     if not (others := [row for row in rows[:SOME] if row.demonstration]):
         return
     reward.scores("", [0])  # it may load libraries

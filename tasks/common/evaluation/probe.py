@@ -148,7 +148,7 @@ def probed(
     most: float = 1.0,
 ) -> dict:
     """The content of probe.json except the paths: summary, verdicts, distributions over prompts, prompts. ``limits``:
-    the variables that bound a sample (ends.py). ``warmed``: the model is a warm-up. ``most``: see summary.py, estimate."""
+    the variables that bound a sample (ends.py). ``warmed``: the model is a warm-up. ``most``: of summary.estimate."""
     zero = float((prompts["variance"] == 0).mean())
     means = {name: float(prompts[name].mean()) for name in ("accuracy", "variance", "entropy", "truncated")}
     cuts = advice((rollout.finish_reason for rollout in rollouts), limits)

@@ -93,7 +93,8 @@ class Job:
 @dataclass(frozen=True)
 class Scoring:
     """A task's parts: its reward, or the ``environment`` of a multi-turn task; its own metrics; and a version that
-    changes with the reward. ``most``: what a response of its examples.jsonl earns at most. ``source``: where another process finds the reward or the environment, "module:name"."""
+    changes with the reward. ``source``: where another process finds the reward or the environment, "module:name".
+    ``most``: see ``most_stated``."""
 
     compute_score: Callable | None
     own_metrics: OwnMetrics | None

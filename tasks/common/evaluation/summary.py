@@ -117,7 +117,7 @@ def estimate(values: pd.Series, rollouts: list[Rollout], conversations: pd.Serie
     """Mean over prompts of a column of ``by_prompt``. Wilson where each conversation has one response that is 0 or 1,
     and where all responses of all prompts are the same 0 or 1 (the bootstrap of equal values has no width, and 0 of 128
     is not exactly 0): then of conversations, since the samples of one depend on each other. Else the bootstrap, also
-    for a score of 1 that is not right. A score that is always 0 has the range up to ``most``, what a response can earn."""
+    for a score of 1 that is not right. The interval of a score that is always 0 is of a range up to ``most``."""
     name, values = values.name, values.dropna()
     of, rewards = conversations[values.index], [r.reward for r in rollouts if r.reward is not None]
     key = {_column(key): key for key in set().union(*rewards)}.get(name)  # None: a share by its meaning
