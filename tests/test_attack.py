@@ -629,6 +629,26 @@ def test_what_is_right_is_no_partial_credit(s):
     assert not warns and "no thought: 1.000 (100% right)" in earns
 
 
+@pytest.mark.parametrize(
+    ("wrong", "start", "warned"),
+    [(-0.5, None, True), (-0.1, None, False), (-0.5, -0.4, True), (-0.5, 0.1, False), (0.0, 0.3, False)],
+)
+def test_a_policy_that_never_answers_may_earn_more_than_one_that_tries(wrong, start, warned, s, guessed):
+    """-0.5 for a wrong answer, 0 for none, 1 for a right one: below 33 % right it pays to say nothing."""
+
+    def score(source, response, truth, extra=None):
+        right = bool(compute_score(source, response, truth)["acc"])
+        return {"score": 1.0 if right else wrong if response.strip() else 0.0, "acc": float(right)}
+
+    if start is not None:
+        started_at(s, start)
+    (earns, _), *found = told(s, guessed, score)
+    assert "no answer at all: 0.000 (0% right)" in earns and bool(found) == warned
+    for warning, warns in found:
+        assert warns and warning.startswith("no answer at all earns 0.000 (0% right), a wrong one -0.500, ")
+        assert "the training may learn to say nothing; let a wrong answer earn no less than none" in warning
+
+
 def test_a_first_row_whose_right_answer_is_empty_hides_no_partial_credit(s):
     """No call expected, none made: what an empty response earns there is no measure for the other rows."""
     truths = ["", *map(str, range(1, 12))]

@@ -179,6 +179,19 @@ def test_what_is_left_out_is_counted_by_reason(tmp_path, tokenizer):
     assert len(token_pairs(path, tokenizer, prompt + 61)[0]) == 2
 
 
+def test_pairs_that_contradict_each_other_are_left_out_and_counted(tmp_path, tokenizer):
+    """A over B and B over A for one prompt teach nothing; of another prompt, or A over C, they do."""
+    rows = [("2+2?", "4", "5"), ("2+2?", "5", "4"), ("2 +  2?", "4", "5"), ("2+2?", "4", "6"), ("3+2?", "5", "4")]
+    rows += [("2+2?\n", "4", "5")]
+    path = written(
+        tmp_path / "pairs.jsonl", [dict(zip(("prompt", "chosen", "rejected"), r, strict=True)) for r in rows]
+    )
+    kept, left_out = token_pairs(path, tokenizer, 10**6)
+    assert left_out == Counter(contradicting=3) and len(kept) == 3
+    s = replace(load_settings(VALUES), TRAIN_BATCH_SIZE=2, MAX_PROMPT_LENGTH=64)
+    assert pair_set(s, path, tokenizer).said == "3 pairs, 0 held out (3 contradicting)"
+
+
 def test_a_response_that_was_cut_off_is_read_back_without_an_end(tmp_path, tokenizer):
     example = Example(CHAT, {"chosen": "yes", "rejected": "no and", "truncated": ["rejected"]})
     write_parquet([dpo_row(example)], tmp_path / "pairs.parquet", dpo_schema(truncated=True))

@@ -109,6 +109,15 @@ def test_a_model_that_answers_from_a_table_gets_the_exact_metrics_of_16_samples(
         assert name in result.stdout
 
 
+def test_a_score_that_is_always_0_has_the_range_of_the_tasks_examples(monkeypatch):
+    monkeypatch.setattr(sample, "most_stated", lambda folder: {"countdown": 10, "calculator": 3}[folder.name])
+    for task, parts, most in (
+        ("countdown", (countdown.compute_score, None, None), 10),
+        ("calculator", (None, None, stub_evaluate.Calculator), 3),
+    ):
+        assert Scoring.of(task_settings(task), *parts).most == most
+
+
 def test_with_one_sample_pass_at_1_is_a_proportion_with_wilsons_interval(workplace):
     one = [1, 1, 1, 0, 0, 0]
     model = workplace.model("m", table(one, 1, GREEDY))

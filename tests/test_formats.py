@@ -668,3 +668,16 @@ def test_the_same_rows_give_the_same_examples(tmp_path, monkeypatch, name, form)
     assert [each for each in records.unused if form != "objects as answers" or "nulls in answer." not in each] == unused
     assert [sorted(f.context) for f in found] == [[1] if form == "weights" else []] * len(rows)
     assert all(f.tools in (None, OFFERED) for f in found)
+
+
+@pytest.mark.parametrize("of", [lambda turns: turns, json.dumps], ids=["objects", "JSON text"])
+def test_what_a_turn_holds_beside_its_text_is_said(tmp_path, of):
+    turns = [
+        {"role": "user", "name": "Bo", "content": "hi", "images": []},
+        {"from": "gpt", "value": "yo", "audio": "x"},
+    ]
+    tool = {"role": "tool", "name": "f", "tool_call_id": "1", "content": "3"}
+    rows = [{"messages": of(turns)}, {"prompt": of([turns[0] | {"cut": True}, *turns[1:], tool]), "answer": "3"}]
+    (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    list((records := Records(tmp_path / "own.jsonl")).converted(conversation))
+    assert [*records.unused] == ["messages.audio", "messages.name", "prompt.audio", "prompt.cut", "prompt.name"]

@@ -30,13 +30,21 @@ def test_unknown_task_lists_the_known_ones(arguments):
     assert len(result.stdout.strip().splitlines()) == 1
 
 
-@pytest.mark.parametrize("lines", [0, 1, 30])
-def test_help_ends_quietly_where_its_reader_has_seen_enough(lines):
-    command = f"{' '.join(MAKE)} help | head -n {lines}"
-    result = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", command], cwd=ROOT, env=outside_make(), capture_output=True
-    )
-    assert result.stderr == b"" and result.returncode == 0 and result.stdout.count(b"\n") == lines
+@pytest.mark.parametrize(
+    ("words", "lines"),
+    [
+        ("help", 0),
+        ("help", 1),
+        ("help", 30),
+        *((f"{goal} TASK=countdown", 0) for goal in ("settings", "doctor", "runs")),
+    ],
+)
+def test_what_shows_something_ends_quietly_where_its_reader_has_seen_enough(words, lines, tmp_path):
+    command = f"{' '.join(MAKE)} {words} | head -n {lines}"
+    environment = outside_make() | {"ARTIFACTS": str(tmp_path), "STACK": "cpu"}
+    result = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=ROOT, env=environment, capture_output=True)
+    said = [line for line in result.stderr.splitlines() if not line.startswith(b"from your environment")]
+    assert said == [] and result.returncode == 0 and result.stdout.count(b"\n") == lines
 
 
 def test_help_lists_every_variable_and_target():

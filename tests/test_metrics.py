@@ -26,6 +26,7 @@ from verl_tasks.evaluation.statistics import (
 )
 from verl_tasks.evaluation.summary import differences, summarize
 from verl_tasks.evaluation.tables import gained_text
+from verl_tasks.rewards.examples import most_stated
 
 counts = st.integers(1, 500).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n)))
 
@@ -247,6 +248,29 @@ def test_points_and_keys_named_like_a_metric_are_no_shares():
     assert metrics["pass@1"] == vars(proportion(0, 50))
     alone = [replace(r, reward={"score": float(r.index < 25), "acc": 0.0}) for r in some_wrong(50) if not r.sample]
     assert summarize(alone)["metrics"]["score"] == vars(bootstrap_mean(np.repeat([1.0, 0.0], 25)))
+
+
+def test_points_that_are_always_0_may_be_as_many_as_the_task_states():
+    """Of a reward of 0 to 10 an upper end of 0.07 would be a tenth of what the samples allow."""
+    high = proportion(0, 50).high
+    assert summarize(some_wrong(50), most=10)["metrics"]["score"] == {"value": 0, "low": 0, "high": 10 * high}
+    assert summarize(some_wrong(50), most=10)["metrics"]["pass@1"] == vars(proportion(0, 50))
+    prompts = probe.by_prompt(some_wrong(50))
+    assert probe.probed(some_wrong(50), prompts, most=10)["distributions"]["score"]["high"] == 10 * high
+
+
+@pytest.mark.parametrize(
+    ("lines", "most"),
+    [
+        ('{"ground_truth": 1, "response": "", "score": 0}\n{"ground_truth": 1, "responses": ["1"], "score": 10}', 10),
+        ('{"ground_truth": 1, "response": "", "below": 0.1}', 1),
+        ('{"ground_truth": 1, "response": "", "below": 1, "score": "x"}', 1),
+        ("[", 1),
+    ],
+)
+def test_the_most_that_a_task_states_is_in_its_examples(tmp_path, lines, most):
+    (tmp_path / "examples.jsonl").write_text(lines)
+    assert most_stated(tmp_path) == most and most_stated(tmp_path / "none") == 1
 
 
 def some_wrong(prompts: int) -> list[Rollout]:

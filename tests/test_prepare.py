@@ -68,6 +68,14 @@ def endless(settings):
     return (Example(f"make {number}", str(number)) for number in range(10**9))
 
 
+def test_a_system_message_in_place_of_the_tasks_is_said(folder):
+    """The task's says the form of the answer, and the prompt lacks it then."""
+    own = [Example(chat(f"say {n}", "You are kind." if n < 7 else None), str(n), system="Be brief.") for n in range(26)]
+    said = "7 prompts have a system message of their own in place of the task's"
+    assert said in prepare(settings_for(), {"toy": lambda s: iter(own)})["note"]
+    assert "system" not in prepare(settings_for(), {"toy": lambda s: iter(own[7:] + examples(40))})["note"]
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The data folder of the task."""

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.helpers import until
+from tests.helpers import PYTHON, ROOT, until
 from tests.test_keep_best import row, write_whole
 from tests.test_settings import VALUES
 from verl_tasks import alive, leftovers, process
@@ -258,6 +258,15 @@ def test_an_os_error_of_the_users_code_has_its_type_and_place(capsys):
     with pytest.raises(SystemExit) as ended, process.errors_in_one_line():
         raise ConnectionError("db down")
     assert ended.value.code.startswith("error: ConnectionError: db down (tests/test_process.py:")
+
+
+def test_a_command_that_nothing_reads_says_so():
+    code = "from verl_tasks.process import errors_in_one_line\nwith errors_in_one_line():\n    print('x', flush=True)"
+    screen, end = os.pipe()
+    os.close(screen)
+    result = subprocess.run([PYTHON, "-c", code], cwd=ROOT, stdout=end, stderr=subprocess.PIPE, text=True)
+    said = "error: stopped, for nothing reads its output any more; write it to a file: >FILE\n"
+    assert (result.returncode, result.stderr) == (1, said)
 
 
 def test_a_full_disk_ends_a_command_in_one_line_with_what_to_do(capsys):

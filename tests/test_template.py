@@ -390,6 +390,18 @@ def test_an_answer_that_is_no_text_is_what_a_cell_of_csv_has_for_it(rendered):
         assert examples[0] == examples[1]
 
 
+@pytest.mark.parametrize("reward", ["exact", "math", "regex", "json", "judge"])
+@pytest.mark.parametrize("of", [lambda tools: tools, json.dumps], ids=["objects", "JSON text"])
+def test_the_tools_of_a_record_are_those_of_its_prompt(reward, of, rendered):
+    chosen = {"reward": reward, "source": "file"}.items()
+    home = next(rendered[name] for name in NAMES if NAMES[name].items() >= chosen)
+    parameters = {"type": "object", "properties": {}}
+    tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": parameters}}]
+    from_record = module_of(home, "prepare_data").from_record
+    (example,) = from_record({"question": "q", "answer": "1", "tools": of(tools)})
+    assert example.tools == tools and from_record({"question": "q", "answer": "1"})[0].tools is None
+
+
 def test_several_right_answers_are_no_regular_expression(rendered):
     """As text of JSON a list is a set of characters, which `A`, `C` and a comma match."""
     chosen = {"reward": "regex", "source": "file"}.items()

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import re
+import select
 import shutil
 import sys
 import time
@@ -186,11 +187,20 @@ def errors_in_one_line(*kinds: type[Exception], stopped: str = "") -> Iterator[N
         lines = [printable(" ".join(text.split())) for text in (first, *getattr(error, "__notes__", ()))]
         text = str(error) if isinstance(error, StageFailed) else "\n  ".join(lines)
         advice = f"; {_FREE_SOME}" if isinstance(error, OSError) and error.errno in NO_SPACE else ""
+        if isinstance(error, BrokenPipeError) and not _read():
+            text = "stopped, for nothing reads its output any more; write it to a file: >FILE"
         sys.exit(f"error: {text}{advice}")
     except KeyboardInterrupt as error:
         if text := str(error) or stopped:
             print(f"\n{text}", file=sys.stderr)
         sys.exit(130)
+
+
+def _read() -> bool:
+    """Whether a process may read what this one prints."""
+    screen = select.poll()
+    screen.register(1, 0)
+    return not any(event & select.POLLERR for _, event in screen.poll(0))
 
 
 class _Screen:

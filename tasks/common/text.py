@@ -1,11 +1,22 @@
 """Text that a model wrote: made harmless before it is shown, and compared."""
 
+import os
 import re
+import sys
 from collections.abc import Sequence
 from os.path import commonprefix
 
 # All control characters but line feed and tab: a response must not move the cursor or set the terminal's title.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+def show(text: str) -> None:
+    """Print ``text`` of a command that only shows something: a reader that has seen enough, as `head` has, is no error,
+    and gets nothing more."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def printable(text: str) -> str:

@@ -34,8 +34,10 @@ import random
 from collections.abc import Iterator
 {% elif reward == "expression" %}
 from operator import index
+{% elif reward != "tool_call" %}
+from dataclasses import replace
 {% endif %}
-{% if reward in ("json", "expression") or not from_records %}
+{% if reward != "tool_call" or not from_records %}
 
 {% endif %}
 {% if reward == "regex" %}
@@ -104,7 +106,7 @@ def from_record(record: dict) -> list[prepare.Example]:
     if isinstance(found.answer, list | dict):
         raise prepare.DataError(f"the answer {found.answer_text[:80]} must be one regular expression, such as A|C")
 {% endif %}
-    return [example(found.messages, found.answer_text, record.get("demonstration"))]
+    return [replace(example(found.messages, found.answer_text, record.get("demonstration")), tools=found.tools)]
 {% endif %}
 
 

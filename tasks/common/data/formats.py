@@ -27,6 +27,7 @@ CALLING = ("function_call", "tool_call")
 ROLE_OF |= {name: "assistant" for name in ("assistant", "gpt", "chatgpt", "bot", "model", *CALLING)}
 REASONING = ("reasoning_content", "reasoning", "thinking")  # of a turn
 WEIGHTS = ("weight", "loss", "train")  # of a turn: 0 or false where it is not to be learned
+OF_TURNS = ("role", "from", "content", "value", "tool_calls", "function_call", *REASONING, *WEIGHTS)
 # A chat in a cell, in JSON, or as Python prints it, which is refused.
 _CELL = re.compile(r"""\s*\[?\s*\{(?=.*["'](?:role|from)["']\s*:)\s*["']\w+["']\s*:.*[]}]\s*""", re.DOTALL)
 # From the type names of Python and BFCL to those of JSON Schema.
@@ -88,7 +89,10 @@ def _conversation(record: dict, named: dict[str, str]) -> Conversation:
         return next(filter(has, names), next((name for name in names if name in record), None))
 
     def read(name: str, convert):
-        return _at(f"column `{name}`", convert, record.get(name))
+        made = _at(f"column `{name}`", convert, value := record.get(name))
+        if made and convert in (_turns, chat_in, _reply) and hasattr(record, "unread"):
+            record.unread |= {f"{name}.{key}" for key in _unread(value)}
+        return made
 
     tools_column, chosen, rejected = (named.get(name, name) for name in ("tools", "chosen", "rejected"))
     tools = read(tools_column, tool_schemas)
@@ -285,6 +289,18 @@ def _message(turn) -> dict:
         message["weight"] = 0
     own = {key: turn.get(key) for key in ("name", "tool_call_id")} if role == "tool" else {}
     return message | {key: value for key, value in own.items() if isinstance(value, str) and value}
+
+
+def _unread(turns) -> set[str]:
+    """Keys of ``turns``, as ``chat_in`` takes them, that hold something and that ``_message`` does not read."""
+    turns = _parsed(turns) if isinstance(turns, str) and _CELL.fullmatch(turns) else turns
+    turns = [turn for turn in (turns if isinstance(turns, list) else [turns]) if isinstance(turn, dict)]
+    found: set[str] = set()
+    for turn in turns:
+        of_tool = ROLE_OF.get(str(turn.get("role", turn.get("from")))) == "tool"
+        known = {*OF_TURNS, *(("id", "name", "tool_call_id") if of_tool else ())}
+        found |= {key for key, value in turn.items() if key not in known and value not in (None, "", [], {})}
+    return found
 
 
 def _parts(parts: list, thinking: list[str], calls: list[dict]) -> str:

@@ -37,6 +37,11 @@ class TokenPair:
         """Tokens of the prompt and the longer answer."""
         return len(self.prompt) + max(len(self.chosen), len(self.rejected))
 
+    def preference(self, reverse: bool = False) -> tuple[str, bytes, bytes]:
+        """What it says, for a set: the problem, then the better and the worse answer; ``reverse``: the opposite."""
+        answers = self.chosen.tobytes(), self.rejected.tobytes()
+        return self.problem, *(answers[::-1] if reverse else answers)
+
 
 def pairs_columns(s: Settings) -> dict[str, str]:
     """The columns that PAIRS_COLUMNS names. Raises DataError where it names no field of a pair."""
@@ -93,7 +98,8 @@ def token_pairs(
 ) -> tuple[list[TokenPair], Counter]:
     """The pairs of ``path`` with at most ``limit`` tokens, rendered as in evaluation, RL and SFT (chat_template.py).
 
-    Also counts of dropped rows by reason: same_answers, refused_by_chat_template, empty_answer, too_long.
+    Also counts of dropped rows by reason: same_answers, refused_by_chat_template, empty_answer, too_long, and
+    contradicting: the prompt has the same answers the other way round too, and nothing says which is meant.
     """
     kept: list[TokenPair] = []
     left_out: Counter = Counter()
@@ -112,7 +118,11 @@ def token_pairs(
             left_out["too_long"] += 1
         else:
             kept.append(tokens)
-    return kept, left_out
+    preferred = {pair.preference() for pair in kept}
+    clear = [pair for pair in kept if pair.preference(reverse=True) not in preferred]
+    if len(clear) < len(kept):
+        left_out["contradicting"] = len(kept) - len(clear)
+    return clear, left_out
 
 
 def _tokens(tokenizer, pair: Example) -> TokenPair:

@@ -156,7 +156,7 @@ def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
     finite = iter(examples) is not examples
     shown = f"FILE={settings.FILE}" if name == "file" else f"SOURCE={name}"
     demonstrations: list[dict] = []
-    checked, groups, tokenizer, lengths = {}, defaultdict(set), None, []
+    checked, groups, tokenizer, lengths, replaced = {}, defaultdict(set), None, [], 0
 
     def kept(sides: dict[str, list]) -> dict[str, list]:
         nonlocal tokenizer
@@ -165,7 +165,9 @@ def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
         return sides
 
     def row(example: Example, split: str, index: int) -> dict:
+        nonlocal replaced
         messages, tools = example.messages(), example.tools
+        replaced += bool(example.system) and messages[0]["content"] != example.system
         if split == "train" and example.demonstration and len(demonstrations) < settings.SFT_SIZE:
             demonstrations.append(sft_row(messages, example.demonstration, tools))
         if example.group and not example.key:
@@ -196,7 +198,8 @@ def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
             tools = any("tools" in row or has_calls(row["messages"]) for row in demonstrations)
             episodes = any("prompt_messages" in row for row in demonstrations)
             rows["sft"] = write_parquet(demonstrations, new / "sft.parquet", sft_schema(tools, episodes))
-        notes = "; ".join(filter(None, [note, *_smaller(settings, rows)]))
+        own_system = f"{replaced} prompts have a system message of their own in place of the task's" if replaced else ""
+        notes = "; ".join(filter(None, [note, own_system, *_smaller(settings, rows)]))
         if not isinstance(examples, Examples):
             examples = Examples(load(settings.FILE) if name == "file" else [], iter)
         manifest = {"fingerprint": settings.data_fingerprint(), "source": name, "note": notes}

@@ -31,11 +31,12 @@ class HubUnreachable(DataError):
 
 
 class Record(dict):
-    """A record that remembers which of its columns were ``read`` by name."""
+    """A record that remembers which of its columns were ``read`` by name, and what was not in them."""
 
     def __init__(self, record: dict):
         super().__init__(record)
         self.read: set[str] = set()
+        self.unread: set[str] = set()  # keys of turns in these, as column.key
 
     def __getitem__(self, name):
         self.read.add(name)
@@ -105,6 +106,7 @@ class Records:
                 raise
             unread = [name for name in record if name not in record.read] if made else ()  # else: read in part
             self.unused |= {name: None for name in unread if dict.get(record, name) not in (None, "", [], {})}
+            self.unused |= dict.fromkeys(sorted(record.unread))
             self.unused |= {f"nulls in {name}": None for name in self.nulls if name.split(".")[0] in record.read}
             if not problems:
                 yield place, made

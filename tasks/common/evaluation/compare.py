@@ -30,7 +30,7 @@ def result(
     each metric's difference and test, prompts gained and lost. Their test's p-value is None where some prompts are
     turns of one conversation: the test is of independent prompts. Also the differences by metric."""
     *_, before, trained = models
-    summaries = {label: summarize(each, scoring.own_metrics) for label, each in rollouts.items()}
+    summaries = {label: summarize(each, scoring.own_metrics, scoring.most) for label, each in rollouts.items()}
     changes = differences(rollouts[before], rollouts[trained], scoring.own_metrics)
     left, right = (
         {index: r.reward["acc"] > 0 for index, r in shown_responses(rollouts[label]).items() if r.reward}

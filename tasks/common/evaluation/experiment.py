@@ -102,7 +102,7 @@ def experiment(s: Settings, scoring: Scoring, models: dict[str, str]) -> int:
     tables = {label: by_prompt(found) for label, found in rollouts.items()}
     best, how = _chosen(s, scoring, models, arms, tables, root)
     pairs = _paired(list(best.values()), rollouts, tables, scoring)
-    summaries = {label: summarize(found, scoring.own_metrics) for label, found in rollouts.items()}
+    summaries = {label: summarize(found, scoring.own_metrics, scoring.most) for label, found in rollouts.items()}
     trained = [label for arm in arms for label in arm.labels]  # the start may be a warm-up, without rewards
     training = {label: figures for label in trained if (figures := training_figures(s, models[label]))}
     shown = {START: summaries[START]} | {arm.name: _summary(arm, summaries, tables) for arm in arms}

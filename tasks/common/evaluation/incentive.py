@@ -1,4 +1,5 @@
-"""What a policy earns that does not think: partial credit for guesses may pay more than thinking earns at the start.
+"""What a policy earns that does not think, or does not answer: partial credit for guesses may pay more than thinking
+earns at the start, and no answer more than wrong ones.
 
 No single score is wrong then, so no exploit is found; but reinforcement learning takes what pays. The guesses are made
 of other rows' demonstrations, so no task is known here.
@@ -15,7 +16,7 @@ from verl_tasks.evaluation import probe
 from verl_tasks.evaluation.exploits import SOME, THINKING, TURN, Row, visible
 from verl_tasks.evaluation.sample import reward_mark
 from verl_tasks.files import read_json
-from verl_tasks.guarded import Guarded
+from verl_tasks.guarded import Guarded, Result
 from verl_tasks.runs.folder import all_runs, run_of
 from verl_tasks.runs.run import read_metrics, recorded
 from verl_tasks.settings import Settings, artifacts, code_digest
@@ -28,12 +29,21 @@ _DIGITS = re.compile(r"\d+(?:\.\d+)?")
 
 @dataclass(frozen=True)
 class Guess:
-    """A policy that guesses: its mean ``score`` over the rows, the share that is ``right``, and what it says to one."""
+    """A policy that guesses: its mean ``score`` over the rows, the share that is ``right``, what it says to one, and
+    the mean score of what is ``wrong``, None where nothing is."""
 
     policy: str
     score: float
     right: float
     response: str
+    wrong: float | None
+
+    @classmethod
+    def of(cls, policy: str, found: list[tuple[str, Result]]) -> "Guess":
+        """From what the policy said to each row, and the reward of that."""
+        score, right = (mean(values) for values in zip(*((r.score, r.right) for _, r in found), strict=True))
+        wrong = [r.score for _, r in found if not r.right]
+        return cls(policy, score, right, found[0][0], mean(wrong) if wrong else None)
 
 
 def with_numbers(text: str, other: str, own: str) -> str | None:
@@ -89,9 +99,9 @@ def guesses(rows: list[Row], others: list[Row], made: int, reward: Guarded, ends
         for name, found in results.items():
             if len(found) < len(rows) / 2:
                 continue  # it has an answer to few of them
-            score, right = (mean(values) for values in zip(*((r.score, r.right) for _, r in found), strict=True))
-            if name not in best or best[name].score < score:
-                best[name] = Guess(name, score, right, found[0][0])
+            guess = Guess.of(name, found)
+            if name not in best or best[name].score < guess.score:
+                best[name] = guess
     return sorted(best.values(), key=lambda each: -each.score)
 
 
@@ -122,9 +132,10 @@ def start_score(s: Settings) -> tuple[float, str] | None:
 
 
 def told(s: Settings, rows: list[Row], reward: Guarded, seconds: float = SECONDS) -> Iterator[tuple[str, bool]]:
-    """Lines on the guesses, and whether each is a warning: a guess earns more than the start's own samples, or much of
-    what a right answer does where none are known. What it earns by being right counts beside known samples where it
-    leaves out the thought that the demonstrations have: such a guess was learned in place of thinking."""
+    """Lines on the guesses, and whether each is a warning: a guess, or no answer at all, earns more than the start's
+    own samples, or much of what a right answer does where none are known. What it earns by being right counts beside
+    known samples where it leaves out the thought that the demonstrations have: such a guess was learned in place of
+    thinking."""
     if not (others := [row for row in rows[:SOME] if row.demonstration]):
         return
     reward.scores("", [0])  # it may load libraries
@@ -132,9 +143,9 @@ def told(s: Settings, rows: list[Row], reward: Guarded, seconds: float = SECONDS
     for i, row in enumerate(rows[:SOME]):
         if answered and time.monotonic() - began > seconds / 8:
             break
-        empty += reward.scores("", [i])
+        empty += [("", each) for each in reward.scores("", [i]) if not each.problem]
         answered += reward.scores(row.demonstration, [i]) if row.demonstration else []
-    low = min((each.score for each in empty if not each.problem), default=0.0)  # of some rows it may be right
+    low = min((each.score for _, each in empty), default=0.0)  # of some rows it may be right
     high = max(each.score for each in answered)
 
     call, ends = (time.monotonic() - began) / len([*empty, *answered]), began + seconds
@@ -146,6 +157,10 @@ def told(s: Settings, rows: list[Row], reward: Guarded, seconds: float = SECONDS
         return
     if not (found := guesses(rows[:count], others, made, reward, ends)):
         return
+    silent = Guess.of("no answer at all", empty) if empty else None
+    # Where a wrong answer of every form costs more than none, what it earns is the least.
+    low = min(low, max((each.wrong for each in found if each.wrong is not None), default=low))
+    found += [silent] if silent else []
     all_of_it = (made, count) == (len(others), len(rows))
     part = f" (from {made} of {len(others)} demonstrations on {count} of {len(rows)} prompts, {why})"
     shown = [f"{each.policy}: {each.score:.3f} ({each.right:.0%} right)" for each in found]
@@ -155,12 +170,15 @@ def told(s: Settings, rows: list[Row], reward: Guarded, seconds: float = SECONDS
 
     def tempting(guess: Guess) -> float:
         """What it earns beside right answers; with them where it leaves out the demonstrations' thought."""
-        in_place_of_thought = known and thinks and not THINKING.search(guess.response)
+        in_place_of_thought = known and thinks and guess.response and not THINKING.search(guess.response)
         return guess.score - low - (0.0 if in_place_of_thought else guess.right * (high - low))
 
     most = max(found, key=tempting)
     text = f"{most.policy}, such as {most.response!r:.80}, earns {most.score:.3f} ({most.right:.0%} right)"
     advice = "the training may learn it; pay less partial credit, or only after a thought"
+    if most is silent:
+        text = f"{most.policy} earns {most.score:.3f} ({most.right:.0%} right), a wrong one {low:.3f}"
+        advice = "the training may learn to say nothing; let a wrong answer earn no less than none"
     if known and tempting(most) > max(0.0, known[0] - low):
         yield f"{text}, the start's own samples {known[0]:.3f} ({known[1]}): {advice}", True
     elif not known and tempting(most) > MUCH * (high - low):

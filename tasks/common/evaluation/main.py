@@ -32,7 +32,11 @@ def evaluate_models(s: Settings, command: Command, scoring: Scoring, models: dic
     asked = {command.MODEL_NAME: endpoint_job(s, command)} if command.BASE_URL else {}
     jobs = asked | {label: test_job(s, model) for label, model in models.items()}
     all_rollouts, summaries = summarized(
-        jobs, root, scoring, lambda rollouts: summarize(rollouts, scoring.own_metrics), command.STAGE == "eval"
+        jobs,
+        root,
+        scoring,
+        lambda rollouts: summarize(rollouts, scoring.own_metrics, scoring.most),
+        command.STAGE == "eval",
     )
     for name, job in asked.items():
         counted = (f"{count:,} {what}" for what, count in read_json(job.folder(root) / "usage.json").items())
@@ -111,7 +115,7 @@ def rescore(s: Settings, command: Command, scoring: Scoring) -> int:
     stored = in_order(last.values())
     rollouts = read_leniently([rescored(each, scoring.compute_score) for each in stored], scoring.compute_score, None)
     changed = sum(old.reward != new.reward for old, new in zip(stored, rollouts, strict=True))
-    summary = summarize(rollouts, scoring.own_metrics)
+    summary = summarize(rollouts, scoring.own_metrics, scoring.most)
     folder = artifacts() / "eval" / s.TASK / f"rescored-{fingerprint({'file': str(source.resolve())})}"
     write_rollouts(folder / "rollouts.jsonl", rollouts)
     write_json(folder / "summary.json", {"model": f"rollouts of {source}", **summary})

@@ -141,10 +141,14 @@ def conclusion(found: list[Verdict], cuts: str = "", warmed: bool = False) -> st
 
 
 def probed(
-    rollouts: list[Rollout], prompts: pd.DataFrame, limits: Mapping[str, str] = CUT, warmed: bool = False
+    rollouts: list[Rollout],
+    prompts: pd.DataFrame,
+    limits: Mapping[str, str] = CUT,
+    warmed: bool = False,
+    most: float = 1.0,
 ) -> dict:
     """The content of probe.json except the paths: summary, verdicts, distributions over prompts, prompts. ``limits``:
-    the variables that bound a sample (ends.py). ``warmed``: the model is a warm-up."""
+    the variables that bound a sample (ends.py). ``warmed``: the model is a warm-up. ``most``: of summary.estimate."""
     zero = float((prompts["variance"] == 0).mean())
     means = {name: float(prompts[name].mean()) for name in ("accuracy", "variance", "entropy", "truncated")}
     cuts = advice((rollout.finish_reason for rollout in rollouts), limits)
@@ -152,13 +156,13 @@ def probed(
     of = summary.conversations_of(rollouts)[prompts.index]
     estimates = {
         "accuracy": summary.estimate(prompts["accuracy"].rename("pass@1"), rollouts, of),
-        "score": summary.estimate(prompts["score"], rollouts, of),
+        "score": summary.estimate(prompts["score"], rollouts, of, most),
         "variance": bootstrap_mean(prompts["variance"].to_numpy(), of.to_numpy()),
         "entropy": summary.estimate(prompts["entropy"], rollouts, of),
     }
     counts, edges = np.histogram(prompts["accuracy"], bins=np.linspace(0, 1, 11))
     return {
-        **summary.summarize(rollouts),
+        **summary.summarize(rollouts, most=most),
         "conclusion": conclusion(found, cuts, warmed),
         "verdicts": [asdict(verdict) for verdict in found],
         "distributions": {
@@ -212,7 +216,7 @@ def probe(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
     rollouts = sampled({label: job}, root, scoring)[0][label]
     trained = run_of(model, s.runs_dir)
     warmed = bool(trained) and recorded(trained).get("kind") == "sft"
-    result = probed(rollouts, prompts := by_prompt(rollouts), bounds(s), warmed)
+    result = probed(rollouts, prompts := by_prompt(rollouts), bounds(s), warmed, scoring.most)
     write_json(folder / "probe.json", {"model": model, "data": str(s.train_file), "mark": scoring.mark, **result})
     title = f"{s.TASK}, {label}: {sizes(result)}"
     from verl_tasks.evaluation import plots  # matplotlib, for this alone

@@ -34,6 +34,7 @@ from verl_tasks.models.merge import base_model
 from verl_tasks.process import Progress, StageFailed, run
 from verl_tasks.rewards.environment import Environment
 from verl_tasks.rewards.episode import Limits
+from verl_tasks.rewards.examples import most_stated
 from verl_tasks.rows import DataError, decoded, read_rows, tools_of
 from verl_tasks.settings import Command, Settings, SettingsError, code_digest, fingerprint, judge_settings
 from verl_tasks.text import one_line
@@ -92,7 +93,8 @@ class Job:
 @dataclass(frozen=True)
 class Scoring:
     """A task's parts: its reward, or the ``environment`` of a multi-turn task; its own metrics; and a version that
-    changes with the reward. ``source``: where another process finds the reward or the environment, "module:name"."""
+    changes with the reward. ``source``: where another process finds the reward or the environment, "module:name".
+    ``most``: see ``most_stated``."""
 
     compute_score: Callable | None
     own_metrics: OwnMetrics | None
@@ -100,17 +102,18 @@ class Scoring:
     environment: type[Environment] | None = None
     source: str = ""
     variant: str = ""
+    most: float = 1.0
 
     @classmethod
     def of(cls, s: Settings, compute_score: Callable | None, own_metrics: OwnMetrics | None, environment) -> "Scoring":
-        mark = reward_mark(s)
+        mark, most = reward_mark(s), most_stated(s.task_dir)
         if environment:
-            return cls(None, own_metrics, mark, environment, f"tasks.{s.TASK}.environment:Environment")
+            return cls(None, own_metrics, mark, environment, f"tasks.{s.TASK}.environment:Environment", most=most)
         module = compute_score.__module__.replace("__main__", f"tasks.{s.TASK}.evaluate")
         source = f"{module}:{compute_score.__name__}"
         if s.REWARD:  # as verl calls it (reward.custom_reward_function.reward_kwargs)
             compute_score = functools.partial(compute_score, variant=s.REWARD)
-        return cls(compute_score, own_metrics, mark, None, source, s.REWARD)
+        return cls(compute_score, own_metrics, mark, None, source, s.REWARD, most)
 
     def stored(self) -> dict:
         """What ``read`` needs, for JSON."""

@@ -1,7 +1,7 @@
 """Metrics of a model's rollouts, and paired differences of two models: the same for every report."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -113,11 +113,11 @@ def conversations_of(rollouts: list[Rollout]) -> pd.Series:
     return pd.Series({index: numbers.setdefault(key, len(numbers)) for index, key in keys.items()})
 
 
-def estimate(values: pd.Series, rollouts: list[Rollout], conversations: pd.Series) -> Estimate:
+def estimate(values: pd.Series, rollouts: list[Rollout], conversations: pd.Series, most: float = 1.0) -> Estimate:
     """Mean over prompts of a column of ``by_prompt``. Wilson where each conversation has one response that is 0 or 1,
     and where all responses of all prompts are the same 0 or 1 (the bootstrap of equal values has no width, and 0 of 128
     is not exactly 0): then of conversations, since the samples of one depend on each other. Else the bootstrap, also
-    for a score of 1 that is not right. Of a score that is always 0 nobody knows the range: 1 is taken for the most."""
+    for a score of 1 that is not right. The interval of a score that is always 0 is of a range up to ``most``."""
     name, values = values.name, values.dropna()
     of, rewards = conversations[values.index], [r.reward for r in rollouts if r.reward is not None]
     key = {_column(key): key for key in set().union(*rewards)}.get(name)  # None: a share by its meaning
@@ -126,7 +126,8 @@ def estimate(values: pd.Series, rollouts: list[Rollout], conversations: pd.Serie
     counts = points or name in ("tokens", "entropy", "turns", "tool_errors", *OF_PROGRAMS)
     shares = values.isin([0, 1]).all() and not counts
     if shares and ((of.is_unique and _one_response(rollouts, name)) or (yes_or_no and values.nunique() == 1)):
-        return statistics.proportion(int(values.groupby(of).first().sum()), of.nunique())
+        share = statistics.proportion(int(values.groupby(of).first().sum()), of.nunique())
+        return replace(share, high=share.high * most) if name == "score" and not share.value else share
     return bootstrap_mean(values.to_numpy(), of.to_numpy())
 
 
@@ -157,16 +158,16 @@ def _own(own_metrics: OwnMetrics | None, rollouts: list[Rollout], prompts: set[i
         raise DataError(f"the task's own metrics (evaluate.py) raised {why}; the samples are kept") from error
 
 
-def summarize(rollouts: list[Rollout], own_metrics: OwnMetrics | None = None) -> dict:
+def summarize(rollouts: list[Rollout], own_metrics: OwnMetrics | None = None, most: float = 1.0) -> dict:
     """Metrics of one model: ``{"prompts", "samples", "left_out", "errors", "metrics": {name: Estimate as dict}}``.
 
     ``conversations``, where there are fewer than prompts: some prompts are turns of one (`extra_info.key`), and the
     intervals are of conversations; of prompts where there is one conversation.
     ``left_out``: prompts that were too long to sample. ``errors``: completions on which the reward raised. Neither
-    counts in a metric. The task's own metrics come last in ``metrics``.
+    counts in a metric. The task's own metrics come last in ``metrics``. ``most``: see ``estimate``.
     """
     table, of = by_prompt(rollouts), conversations_of(rollouts)
-    metrics = {name: estimate(table[name], rollouts, of) for name in table}
+    metrics = {name: estimate(table[name], rollouts, of, most) for name in table}
     own, resampled = _own(own_metrics, rollouts, {*table.index})
     metrics |= {name: _with_interval(value, resampled[name]) for name, value in own.items()}
     conversations = of[table.index].nunique()

@@ -38,7 +38,7 @@ from verl_tasks.rows import DataError, decoded, read_rows, tools_of, validate_pa
 from verl_tasks.runs import folder, launches, library
 from verl_tasks.settings import Settings, SettingsError, code_digest, teacher_gpus
 from verl_tasks.stages import stage_of
-from verl_tasks.text import one_line
+from verl_tasks.text import one_line, show
 from verl_tasks.training import parity, verl_config, verl_versions
 
 ROWS = 20_000  # checked of each data file, but all of TRAIN_FILE
@@ -471,9 +471,9 @@ def report(s: Settings, arguments: list[str]) -> None:
     started = time.monotonic()
     found = findings(s, arguments)
     for finding in found:
-        print(f"{finding.state:<8} {finding}", flush=True)
+        show(f"{finding.state:<8} {finding}")
     counts = {state: sum(finding.state == state for finding in found) for state in ("ok", "warning", "error")}
     seconds = time.monotonic() - started
-    print(f"{counts['ok']} ok, {counts['warning']} warnings, {counts['error']} errors ({seconds:.1f} s)")
+    show(f"{counts['ok']} ok, {counts['warning']} warnings, {counts['error']} errors ({seconds:.1f} s)")
     if counts["error"]:
         sys.exit(1)

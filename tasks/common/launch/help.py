@@ -4,14 +4,13 @@ Runs before the installation, so it uses only Python's own library.
 """
 
 import ast
-import os
 import re
-import sys
 from dataclasses import fields
 
 from verl_tasks.places import PACKAGE, ROOT
 from verl_tasks.settings import Command, Settings, shown_default
 from verl_tasks.stages import STAGES, own_stages
+from verl_tasks.text import show
 
 MAKEFILES = (PACKAGE / "Makefile", ROOT / "Makefile")
 
@@ -52,7 +51,4 @@ def text() -> str:
 
 
 if __name__ == "__main__":
-    try:
-        print(text(), flush=True)
-    except BrokenPipeError:  # a reader that has seen enough, as `head` has
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    show(text())

@@ -38,6 +38,7 @@ from verl_tasks.runs import folder
 from verl_tasks.runs.run import Run, export
 from verl_tasks.settings import Command, Settings, SettingsError, artifacts, given_arguments, load_settings, method
 from verl_tasks.stages import STAGES, Stage, own_stages, stage_of
+from verl_tasks.text import show
 from verl_tasks.training import parity, verl_versions
 
 
@@ -401,7 +402,7 @@ def print_config(job: Job) -> None:
     first = s.MODEL if s.INIT == "base" else str(folder.sft_dir(s))  # the warm-up may not exist yet
     start = str(export(before[-1])) if before else first
     plan = rl_plan(s, current, start, parity.decided(s), job.arguments, number=len(before) + 1)
-    print(f"{plan.comments()}\n{OmegaConf.to_yaml(OmegaConf.create(plan.config))}")
+    show(f"{plan.comments()}\n{OmegaConf.to_yaml(OmegaConf.create(plan.config))}")
 
 
 def benchmark(job: Job) -> None:
@@ -426,7 +427,7 @@ def rescore(job: Job) -> None:
 # What takes no lock and has no parts.
 AT_ONCE: dict[str, Callable[[Job], None]] = {
     "config": print_config,
-    "settings": lambda job: print(settings.table(os.environ)),
+    "settings": lambda job: show(settings.table(os.environ)),
     "doctor": lambda job: doctor.report(job.s, job.arguments),
     "rescore": rescore,
     "one_of_many": lambda job: print(train_rounds(job.s, job.arguments)),  # of an experiment, which has the lock

@@ -15,7 +15,7 @@ from verl_tasks.runs.folder import UNREADABLE, all_runs, broken_runs, named
 from verl_tasks.runs.health import Finding, findings
 from verl_tasks.runs.run import read_metrics, recorded
 from verl_tasks.settings import SettingsError, artifacts
-from verl_tasks.text import one_line
+from verl_tasks.text import one_line, show
 
 REWARD = "critic/score/mean"
 HEADER = ["run", "task", "method", "model", "steps", "reward", "accuracy", "started", "trained"]
@@ -179,6 +179,6 @@ if __name__ == "__main__":
     with errors_in_one_line(SettingsError):
         task = os.environ.get("TASK", "")
         if sys.argv[1] == "runs":
-            print(text := table(task))
+            show(text := table(task))
             sys.exit(f"\n{ERROR}" in f"\n{text}")
-        print(comparison(os.environ.get("RUN", ""), task))
+        show(comparison(os.environ.get("RUN", ""), task))

@@ -3,6 +3,7 @@ must stay ``below``."""
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from verl_tasks.rewards.answers import RewardError
@@ -20,6 +21,13 @@ def check_examples(task_dir: Path, scored: Callable[..., dict] | type[Environmen
     such row; and for an episode that does not end with its last message, unless the row has ``done`` false.
     """
     return (_episodes if isinstance(scored, type) else _responses)(task_dir, scored)
+
+
+def most_stated(task_dir: Path) -> float:
+    """The highest score that a row of ``task_dir/examples.jsonl`` states, at least 1; 1 where no row can be read."""
+    with suppress(RewardError, OSError, ValueError, TypeError):
+        return max(1.0, *(float(row.get("score", 1)) for _, row in _rows(task_dir, "ground_truth")))
+    return 1.0
 
 
 def _responses(task_dir: Path, compute_score: Callable[..., dict]) -> int:
