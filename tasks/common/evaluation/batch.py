@@ -16,7 +16,7 @@ from verl_tasks.evaluation.sample import Job, Scoring, report_errors, sampled, s
 from verl_tasks.evaluation.spreadsheet import csv_rows, csv_text, write_xlsx
 from verl_tasks.files import check_writable, write_text
 from verl_tasks.rewards.episode import refusal
-from verl_tasks.rows import DataError, chat, messages_problem, rl_row, rl_schema, write_parquet
+from verl_tasks.rows import DataError, chat, messages_problem, read_rows, rl_row, rl_schema, write_parquet
 from verl_tasks.settings import Command, Settings, SettingsError, artifacts, fingerprint
 from verl_tasks.text import encodable
 
@@ -143,7 +143,7 @@ def batch(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
     """Answer each row of INPUT with ``model`` and write OUTPUT. Returns on how many the reward raised."""
     table, output = paths(command)
     rows = read_table(table)
-    prompts = rl_rows(table, rows, s.TASK, task_system(s.data_dir / "test.parquet"))[: s.LIMIT or None]
+    prompts = rl_rows(table, rows, s.TASK, task_system(read_rows(s.data_dir / "test.parquet", 1)))[: s.LIMIT or None]
     bare = next((row for row in prompts if not row["reward_model"]["ground_truth"]), None)
     if scoring.environment and bare and (why := asyncio.run(refusal(scoring.environment, bare, s.STEP_SECONDS))):
         number = bare["extra_info"]["index"] + 1
