@@ -293,13 +293,10 @@ class Settings:
     def contents(self) -> dict[str, str]:
         """Digest of each file of the data, by its name: ``train``, ``dev``, ``test``, ``sft``. Where they were not made
         with these settings, what they would be made with stands for each."""
-        return self._made() or dict.fromkeys(("train", "dev", "test", "sft"), self.data_fingerprint())
+        return self.made() or dict.fromkeys(("train", "dev", "test", "sft"), self.data_fingerprint())
 
-    def data_is_made(self) -> bool:
-        """Whether the data are there, made with these settings."""
-        return bool(self._made())
-
-    def _made(self) -> dict[str, str]:
+    def made(self) -> dict[str, str]:
+        """``contents`` of the data that are there, made with these settings; empty where none are."""
         with contextlib.suppress(OSError, ValueError, AttributeError):
             manifest = json.loads((self.data_dir / "manifest.json").read_text())
             if manifest.get("fingerprint") == self.data_fingerprint():
