@@ -121,6 +121,15 @@ def test_the_test_set_alone_changes_no_training(s):
     assert marks(s) == before
 
 
+@pytest.mark.parametrize("text", ["[]", "{nope", "[" * 100_000, "{}"])
+def test_a_manifest_that_cannot_be_read_says_of_no_data_that_they_were_made(s, text):
+    missing = s.contents()
+    prepare(s, toy())
+    assert s.made() and s.contents() != missing
+    (s.data_dir / "manifest.json").write_text(text)
+    assert s.made() == {} and s.contents() == missing
+
+
 def begun(s, kind, parts):
     """A run with a record of what it read."""
     mark = s.sft_fingerprint() if kind == "sft" else fingerprint(s.rl_parts([]))
