@@ -219,13 +219,13 @@ def of_the_last_run(s: Settings) -> Iterator[Finding]:
 def data(s: Settings, training: bool) -> Iterator[Finding]:
     """The data files that exist, and their gold check. ``training``: a training is about to make the others."""
     manifest = read_manifest(s.data_dir)
-    if manifest.get("fingerprint") != s.data_fingerprint():
+    current, sound = manifest.get("fingerprint") == s.data_fingerprint(), True
+    if not current:
         text = f"{s.data_dir}: {'made with other settings' if manifest else 'not there yet'}"
         makes = f"`make data TASK={s.TASK}` or `make train TASK={s.TASK}` makes it"
         yield ok("data", text) if training else warning("data", text, makes)
         if not s.TRAIN_FILE:
             return
-    current, sound = manifest.get("fingerprint") == s.data_fingerprint(), True
     fix = f"remove {s.data_dir} and run `make data TASK={s.TASK}`"
     files = {name: s.data_dir / f"{name}.parquet" for name in manifest.get("rows", {})}
     files |= {"train": s.train_file} if s.TRAIN_FILE else {}
