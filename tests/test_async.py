@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from tests.helpers import SMALL, kill_after_a_checkpoint, make, steps_logged, write_shards
 from tests.test_settings import VALUES
 from verl_tasks.runs.folder import record
-from verl_tasks.runs.run import last_step, read_metrics
+from verl_tasks.runs.run import Run, read_metrics
 from verl_tasks.settings import SettingsError, load_settings
 
 
@@ -147,10 +147,10 @@ def test_a_checkpoint_whose_prompts_under_way_could_not_be_written_is_not_whole(
     monkeypatch.setattr(async_trainer.tq, "save_checkpoint", mock.Mock(side_effect=OSError(28, "full")))
     with pytest.raises(OSError, match="full"):
         async_trainer.PPOTrainer._save_checkpoint(trainer)
-    assert (tmp_path / "checkpoints/global_step_2/data.pt").exists() and last_step(tmp_path) == 0
+    assert (tmp_path / "checkpoints/global_step_2/data.pt").exists() and Run.read(tmp_path).last == 0
     monkeypatch.setattr(async_trainer.tq, "save_checkpoint", lambda path, metadata: Path(path).mkdir())
     async_trainer.PPOTrainer._save_checkpoint(trainer)
-    assert last_step(tmp_path) == 2
+    assert Run.read(tmp_path).last == 2
 
 
 def test_a_step_that_failed_does_not_draw_its_prompts_twice(monkeypatch):

@@ -4,6 +4,7 @@ import asyncio
 import csv
 import json
 from dataclasses import fields, replace
+from pathlib import Path
 
 import openpyxl
 import pandas as pd
@@ -42,7 +43,7 @@ def test_a_bad_table_is_named_in_one_line(tmp_path, name, content, said):
     path = tmp_path / name
     path.write_text(content)
     with pytest.raises(DataError) as error:
-        read_table(path)
+        rl_rows(path, read_table(path), "t", [])
     assert str(path) in str(error.value) and said in str(error.value) and "\n" not in str(error.value)
 
 
@@ -93,7 +94,7 @@ def test_a_batch_without_its_table_ends_before_the_model_is_unpacked(tmp_path):
 def test_text_prompts_get_the_tasks_system_message_and_chats_stay():
     system = [{"role": "system", "content": "s"}]
     chat = [{"role": "user", "content": "u"}]
-    rows = rl_rows([{"prompt": "a", "ground_truth": {"x": 1}}, {"prompt": chat}], "t", system)
+    rows = rl_rows(Path(), [{"prompt": "a", "ground_truth": {"x": 1}}, {"prompt": chat}], "t", system)
     assert rows[0]["prompt"] == [*system, {"role": "user", "content": "a"}]
     assert json.loads(rows[0]["reward_model"]["ground_truth"]) == {"x": 1}
     assert rows[1]["prompt"] == chat and rows[1]["reward_model"]["ground_truth"] == ""
@@ -103,25 +104,35 @@ def test_text_prompts_get_the_tasks_system_message_and_chats_stay():
 def test_a_chat_that_was_written_into_a_cell_is_a_chat_again(tmp_path, kind):
     said = [{"role": "system", "content": "s"}, {"role": "user", "content": 'ü, "x"'}]
     write_table(tmp_path / f"a.{kind}", [{"prompt": said}, {"prompt": '[{"not": "a chat"}]'}])
-    rows = rl_rows(read_table(tmp_path / f"a.{kind}"), "t", [])
+    rows = rl_rows(Path(), read_table(tmp_path / f"a.{kind}"), "t", [])
     assert [row["prompt"] for row in rows] == [said, chat('[{"not": "a chat"}]')]
+
+
+def test_each_cell_is_parsed_once(tmp_path, monkeypatch):
+    parsed = []
+    for name in ("chat_in", "tool_schemas"):
+        convert = getattr(batch, name)
+        monkeypatch.setattr(batch, name, lambda value, convert=convert: parsed.append(value) or convert(value))
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    rl_rows(Path(), read_table(tmp_path / "in.jsonl"), "t", [])
+    assert parsed == ["a", None, "b", None]
 
 
 def test_typed_parts_of_text_are_text_and_an_image_is_refused(tmp_path):
     parts = [{"type": "text", "text": "What?"}]
     (tmp_path / "a.json").write_text(json.dumps([{"prompt": [{"role": "user", "content": parts}]}]))
-    assert rl_rows(read_table(tmp_path / "a.json"), "t", [])[0]["prompt"] == chat("What?")
+    assert rl_rows(Path(), read_table(tmp_path / "a.json"), "t", [])[0]["prompt"] == chat("What?")
     parts.append({"type": "image_url", "image_url": {"url": "x.png"}})
     (tmp_path / "a.json").write_text(json.dumps([{"prompt": [{"role": "user", "content": parts}]}]))
     with pytest.raises(DataError, match="row 1, column prompt: message 0: a content part must be a text"):
-        read_table(tmp_path / "a.json")
+        rl_rows(Path(), read_table(tmp_path / "a.json"), "t", [])
 
 
 @pytest.mark.parametrize("text", [False, True])
 def test_a_model_is_told_the_tools_of_a_row(text):
     (tool,) = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}]
     rows = [{"prompt": "a", "tools": json.dumps([tool]) if text else [tool]}, {"prompt": "b", "tools": ""}]
-    told, bare = map(tools_of, rl_rows(rows, "t", []))
+    told, bare = map(tools_of, rl_rows(Path(), rows, "t", []))
     assert told[0]["function"]["name"] == "f" and bare is None
 
 

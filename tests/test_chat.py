@@ -18,7 +18,7 @@ from verl_tasks.models.chat_template import answer_ids, prompt_ids
 from verl_tasks.rewards.environment import Step
 from verl_tasks.rewards.episode import Limits
 from verl_tasks.rewards.tool_calls import render_calls
-from verl_tasks.rows import chat, rl_row, rl_schema, write_parquet
+from verl_tasks.rows import chat, read_rows, rl_row, rl_schema, write_parquet
 
 HOW = Sampling(n=1, greedy=False, temperature=1.0, top_p=1.0, max_prompt_tokens=50, max_tokens=5, seed=0)
 SYSTEM = [{"role": "system", "content": "be brief"}]
@@ -143,7 +143,8 @@ def test_a_longrope_models_window_is_its_short_one(tmp_path):
 def test_the_tasks_system_message_comes_from_its_data(tmp_path):
     write_parquet(ROWS, tmp_path / "a.parquet", rl_schema())
     write_parquet([rl_row("t", chat("x"), "7", "test", 0)], tmp_path / "b.parquet", rl_schema())
-    assert task_system(tmp_path / "a.parquet") == SYSTEM and task_system(tmp_path / "b.parquet") == []
+    assert task_system(read_rows(tmp_path / "a.parquet")) == SYSTEM
+    assert task_system(read_rows(tmp_path / "b.parquet")) == task_system([]) == []
 
 
 def test_bytes_that_are_no_text_do_not_end_the_chat(monkeypatch):

@@ -25,7 +25,7 @@ from verl_tasks.machine.hardware import cpu_dtype
 from verl_tasks.models.chat_template import answer_ids, prompt_ids
 from verl_tasks.models.merge import merge
 from verl_tasks.rows import DataError, Example, dpo_row, dpo_schema, write_parquet
-from verl_tasks.runs.run import Run, export, last_step, read_metrics, tracker, whole_steps
+from verl_tasks.runs.run import Run, export, read_metrics, tracker
 from verl_tasks.settings import SettingsError, load_settings
 from verl_tasks.training.methods import dpo
 
@@ -304,8 +304,8 @@ def test_keep_checkpoints_stay_and_what_a_killed_run_left_is_removed(tmp_path, k
         (folder / f"checkpoint-{step}/model.safetensors").touch()
         (folder / f"checkpoint-{step}/config.json").touch()
         publish(tmp_path, step, keep)
-        assert last_step(tmp_path) == step
-    assert [*whole_steps(tmp_path)] == left and tracker(tmp_path).read_text() == "10"
+        assert Run.read(tmp_path).last == step
+    assert [*Run.read(tmp_path).steps] == left and tracker(tmp_path).read_text() == "10"
     for name in ("checkpoint-12", "global_step_11", "removed_global_step_2"):
         (folder / name).mkdir()
     remove_unfinished(tmp_path, keep)
@@ -405,7 +405,7 @@ def test_a_continued_training_follows_the_formula_and_is_the_uninterrupted_one(s
     pairs = written(tmp_path / "pairs.jsonl", PAIRS)
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
     assert launch(small_model, pairs, whole, STEPS="3", SAVE_FREQ="2").returncode == 0
-    assert [*whole_steps(whole)] == [2, 3]
+    assert [*Run.read(whole).steps] == [2, 3]
     # As if a launch had been killed while it saved its third step.
     shutil.copytree(whole, run_dir)
     folder = run_dir / "checkpoints"
@@ -414,7 +414,7 @@ def test_a_continued_training_follows_the_formula_and_is_the_uninterrupted_one(s
     resumed = launch(small_model, pairs, run_dir, STEPS="3", SAVE_FREQ="9")
     assert resumed.returncode == 0, resumed.stdout
     assert [len(f.read_text().splitlines()) for f in sorted((run_dir / "metrics").iterdir())] == [3, 1]
-    assert [*whole_steps(run_dir)] == [2, 3] and losses(whole) == losses(run_dir)
+    assert [*Run.read(run_dir).steps] == [2, 3] and losses(whole) == losses(run_dir)
 
     # Every batch has all four pairs.
     after_two = dpo_loss(export(Run.read(run_dir), "2"), small_model, token_pairs(pairs, tokenizer, 192)[0], beta=0.1)
@@ -547,7 +547,7 @@ def test_abort_on_ends_a_training_whose_loss_is_not_finite_and_saves_no_checkpoi
     assert ended.returncode != 0 and "AbortedError: ABORT_ON=nan: step 1: train/loss" in ended.stdout, ended.stdout
     outcome = json.loads((run_dir / "outcome.json").read_text())
     assert outcome["outcome"] == "aborted" and outcome["reason"].startswith("ABORT_ON=nan: step 1: train/loss")
-    assert [math.isnan(loss) for loss in losses(run_dir)] == [True] and [*whole_steps(run_dir)] == []
+    assert [math.isnan(loss) for loss in losses(run_dir)] == [True] and [*Run.read(run_dir).steps] == []
 
 
 def test_a_warm_up_of_the_rate_as_long_as_the_training_is_refused(tmp_path, monkeypatch):

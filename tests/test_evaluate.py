@@ -163,6 +163,27 @@ def test_a_new_reward_whose_scores_cannot_be_written_scores_again_the_next_time(
     assert ([r.reward for r in kept], missing) == ([{"score": 1.0}], []) and read_json(meta)["reward"] == "new"
 
 
+def test_what_was_there_before_others_were_sampled_is_not_read_again(tmp_path, monkeypatch):
+    row = rl_row("t", chat("a"), TRUTH, "test", 0)
+    write_parquet([row], tmp_path / "test.parquet", rl_schema())
+    how = Sampling(1, False, 1.0, 1.0, 9, 9, 0)
+    jobs = {name: Job(name, str(tmp_path / "test.parquet"), 0, how, Hardware()) for name in ("old", "new")}
+    rollout = Rollout(0, "sampled", 0, TRUTH, "stop", 9, 0.5, row["prompt"], "t", TRUTH, {}, {"score": 1.0})
+
+    def sample_of(name, *_, **__):
+        write_rollouts(jobs[name].folder(tmp_path) / "rollouts.jsonl", [rollout])
+        write_json(jobs[name].folder(tmp_path) / "rollouts.meta.json", {"reward": "1"})
+
+    sample_of("old")
+    scoring, read, load = Scoring(lambda *_: {"score": 1.0}, None, "1"), [], sample.load
+    monkeypatch.setattr(sample, "run", lambda *_, **__: sample_of("new"))
+    monkeypatch.setattr(sample, "check_chat", lambda *_: None)
+    monkeypatch.setattr(sample, "load", lambda job, *given: read.append(job.model) or load(job, *given))
+    found, anew = sample.sampled(jobs, tmp_path, scoring)
+    assert [*found] == ["old", "new"] and all(len(rollouts) == 1 for rollouts in found.values()) and anew
+    assert read == ["old", "new", "new"]
+
+
 def test_greedy_evaluation_is_one_response_a_prompt(workplace):
     model = workplace.model("m", table([1, 1, 1, 0, 0, 0], 1, GREEDY))
     assert workplace.run("eval", f"m={model}", N="4", EVAL_TEMPERATURE="0").returncode == 0

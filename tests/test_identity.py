@@ -76,7 +76,7 @@ def test_an_edit_of_the_reward_keeps_the_warm_up_also_where_the_data_imports_it(
     code("reward.py")
     assert s.sft_fingerprint() == warm_up and fingerprint(s.rl_parts([])) != training
     code("prepare_data.py")  # or what it imports: the data are made again, and come out the same
-    assert not s.data_is_made() and s.sft_fingerprint() != warm_up
+    assert not s.made() and s.sft_fingerprint() != warm_up
     prepare(s, toy())
     assert marks(s) == (warm_up, training)
 
@@ -96,7 +96,7 @@ def test_a_setting_changes_what_reads_it(s):
         ({"TRAIN_SIZE": 32}, (True, False)),
     ):
         other = replace(s, **changes)
-        if not other.data_is_made():
+        if not other.made():
             prepare(other, toy())
         assert tuple(mark == old for mark, old in zip(marks(other), before, strict=True)) == kept, changes
 
@@ -119,6 +119,15 @@ def test_the_test_set_alone_changes_no_training(s):
     manifest = json.loads(file.read_text())
     file.write_text(json.dumps(manifest | {"contents": manifest["contents"] | {"test": "other"}}))
     assert marks(s) == before
+
+
+@pytest.mark.parametrize("text", ["[]", "{nope", "[" * 100_000, "{}"])
+def test_a_manifest_that_cannot_be_read_says_of_no_data_that_they_were_made(s, text):
+    missing = s.contents()
+    prepare(s, toy())
+    assert s.made() and s.contents() != missing
+    (s.data_dir / "manifest.json").write_text(text)
+    assert s.made() == {} and s.contents() == missing
 
 
 def begun(s, kind, parts):

@@ -16,7 +16,7 @@ from verl_tasks.launch import train
 from verl_tasks.models.merge import has_weights
 from verl_tasks.runs import checkpoint, folder, validation
 from verl_tasks.runs.checkpoint import ranks, whole
-from verl_tasks.runs.run import Run, last_step, mend_tracker, prune, read_metrics, tracker, whole_steps
+from verl_tasks.runs.run import Run, mend_tracker, prune, read_metrics, tracker
 from verl_tasks.settings import SettingsError, load_settings
 from verl_tasks.training import verl_config
 
@@ -100,18 +100,21 @@ def folders(run_dir) -> list[str]:
 def test_the_best_and_the_last_stay(fit):
     dev = {1: 0.1, 2: 0.6, 3: 0.3, 4: 0.5, 5: 0.2, 6: 0.4, 7: 0.1, 8: 0.3}
     run_dir = fit(dev.get, TEST_FREQ="1", KEEP="2")
-    assert [*whole_steps(run_dir)] == [2, 4, 8]
+    assert [*Run.read(run_dir).steps] == [2, 4, 8]
     assert folders(run_dir) == ["global_step_2", "global_step_4", "global_step_8"]
     assert Run.read(run_dir).step("best") == 2
 
 
 def test_steps_are_saved_that_are_validated_and_the_newest_stay_without(fit):
-    assert [*whole_steps(fit({2: 0.1, 4: 0.2, 6: 0.1, 8: 0.1}.get, TEST_FREQ="2", SAVE_FREQ="5", KEEP="1"))] == [4, 8]
+    assert [*Run.read(fit({2: 0.1, 4: 0.2, 6: 0.1, 8: 0.1}.get, TEST_FREQ="2", SAVE_FREQ="5", KEEP="1")).steps] == [
+        4,
+        8,
+    ]
 
 
 def test_without_validations_the_newest_stay(fit):
     run_dir = fit(None, SAVE_FREQ="2", KEEP="1")
-    assert [*whole_steps(run_dir)] == [6, 8]
+    assert [*Run.read(run_dir).steps] == [6, 8]
 
 
 @pytest.mark.parametrize(("seconds", "saved"), [(120, [3, 8]), (400, [1, 8]), (10, [8])])
@@ -123,17 +126,17 @@ def test_the_first_checkpoint_comes_within_five_minutes_of_the_first_step(fit, m
         clock.now += seconds
         return SimpleNamespace(keys=[], partition_id="train")
 
-    assert [*whole_steps(fit(None, SAVE_FREQ="100", KEEP="1", step=step))] == saved
+    assert [*Run.read(fit(None, SAVE_FREQ="100", KEEP="1", step=step)).steps] == saved
 
 
 def test_patience_ends_the_run_and_more_of_it_continues(fit):
     dev = {1: 0.1, 2: 0.6, 3: 0.6, 4: 0.5, 5: 0.7, 6: 0.1, 7: 0.1, 8: 0.1}
     run_dir = fit(dev.get, TEST_FREQ="1", KEEP="1", PATIENCE="2")
-    assert ([*whole_steps(run_dir)], sorted(read_metrics(run_dir))) == ([2, 4], [1, 2, 3, 4])
+    assert ([*Run.read(run_dir).steps], sorted(read_metrics(run_dir))) == ([2, 4], [1, 2, 3, 4])
     assert [Run.read(run_dir).ended_early(patience) for patience in (0, 2, 3)] == [False, True, False]
     assert validation.words(read_metrics(run_dir)) == "dev 0.500, best 0.600 (step 2)"
     fit(dev.get, start=4, TEST_FREQ="1", KEEP="1", PATIENCE="3")  # history counts: 3, 4 and then a gain
-    assert ([*whole_steps(run_dir)], Run.read(run_dir).ended_early(3)) == ([5, 8], True)
+    assert ([*Run.read(run_dir).steps], Run.read(run_dir).ended_early(3)) == ([5, 8], True)
 
 
 # ---- what is on disk
@@ -186,7 +189,7 @@ def test_what_a_crash_left_goes_and_the_last_whole_one_never(tmp_path):
     prune(tmp_path, 1)
     assert folders(tmp_path) == ["global_step_2", "global_step_8"]
     prune(tmp_path, 0)
-    assert folders(tmp_path) == ["global_step_8"] and last_step(tmp_path) == 8
+    assert folders(tmp_path) == ["global_step_8"] and Run.read(tmp_path).last == 8
 
 
 def test_a_kill_before_the_prompts_under_way_are_written_leaves_no_whole_checkpoint(tmp_path):
@@ -195,14 +198,14 @@ def test_a_kill_before_the_prompts_under_way_are_written_leaves_no_whole_checkpo
     made, path = replace(load_settings(VALUES), ASYNC="colocate"), tmp_path / "checkpoints/global_step_2"
     folder.record(tmp_path, "rl", "x", made, "start", [])
     tracker(tmp_path).unlink()
-    assert last_step(tmp_path) == 0
+    assert Run.read(tmp_path).last == 0
     (path / "transfer_queue.tmp").mkdir()
-    assert last_step(tmp_path) == 0
+    assert Run.read(tmp_path).last == 0
     (path / "transfer_queue.tmp").rename(path / "transfer_queue")
-    assert last_step(tmp_path) == 2
+    assert Run.read(tmp_path).last == 2
     (path / "transfer_queue").rmdir()
     folder.record(tmp_path, "sft", "x", made, "start", [])
-    assert last_step(tmp_path) == 2  # a warm-up has no prompts
+    assert Run.read(tmp_path).last == 2  # a warm-up has no prompts
 
 
 def test_nothing_goes_without_a_whole_checkpoint(tmp_path):
@@ -223,8 +226,8 @@ def test_a_crash_while_one_is_removed_leaves_no_half_checkpoint(tmp_path, monkey
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(shutil, "rmtree", killed)
         prune(tmp_path, 0)
-    assert all((tmp_path / f"checkpoints/global_step_{step}/data.pt").exists() for step in whole_steps(tmp_path))
-    assert last_step(tmp_path) == 6
+    assert all((tmp_path / f"checkpoints/global_step_{step}/data.pt").exists() for step in Run.read(tmp_path).steps)
+    assert Run.read(tmp_path).last == 6
     prune(tmp_path, 0)
     assert folders(tmp_path) == ["global_step_6"]
 
@@ -290,13 +293,13 @@ def saved(request, tmp_path):
 
 
 def test_a_checkpoint_counts_only_with_every_file_and_every_file_to_its_end(saved):
-    assert whole(saved) and last_step(saved.parents[1]) == 4
+    assert whole(saved) and Run.read(saved.parents[1]).last == 4
     for file in files(saved):
         kept = file.read_bytes()
         file.unlink()
         assert not whole(saved), file
         file.write_bytes(kept[:-1])
-        assert not whole(saved) and last_step(saved.parents[1]) == 0, file
+        assert not whole(saved) and Run.read(saved.parents[1]).last == 0, file
         file.write_bytes(kept)
     assert whole(saved)
 
@@ -358,16 +361,16 @@ def test_verl_resumes_from_the_last_whole_checkpoint(tmp_path, said):
         tracker(tmp_path).write_text(said)
     mend_tracker(Run.read(tmp_path))
     assert find_latest_ckpt_path(str(folder)) == str(folder / "global_step_4")
-    assert [*whole_steps(tmp_path)] == [2, 4]
+    assert [*Run.read(tmp_path).steps] == [2, 4]
 
 
 def test_shards_of_one_and_of_two_gpus_make_no_checkpoint(tmp_path):
     """Rank 0 of one launch and rank 1 of another are no two halves."""
     write_checkpoint(folder := tmp_path / "checkpoints/global_step_2", ranks=2)
-    assert [*whole_steps(tmp_path)] == [2]
+    assert [*Run.read(tmp_path).steps] == [2]
     for file in folder.glob("actor/*_world_size_2_rank_0.pt"):
         file.rename(file.with_name(file.name.replace("size_2", "size_1")))
-    assert not [*whole_steps(tmp_path)]
+    assert not [*Run.read(tmp_path).steps]
 
 
 def test_verl_starts_anew_where_no_checkpoint_is_whole(tmp_path):
@@ -384,4 +387,4 @@ def test_a_tracker_that_names_a_whole_checkpoint_is_followed_and_kept(tmp_path):
         write_checkpoint(tmp_path / f"checkpoints/global_step_{step}")
     tracker(tmp_path).write_text("2")
     mend_tracker(Run.read(tmp_path))
-    assert last_step(tmp_path) == 2 and [*whole_steps(tmp_path)] == [2] and tracker(tmp_path).read_text() == "2"
+    assert Run.read(tmp_path).last == 2 and [*Run.read(tmp_path).steps] == [2] and tracker(tmp_path).read_text() == "2"

@@ -28,7 +28,7 @@ from verl_tasks.launch.plan import rl_plan
 from verl_tasks.leftovers import LAUNCH
 from verl_tasks.process import Progress, StageFailed, _Screen, run
 from verl_tasks.runs import health
-from verl_tasks.runs.run import Run, ends_run, prune, read_metrics, whole_steps
+from verl_tasks.runs.run import Run, ends_run, prune, read_metrics
 from verl_tasks.settings import SettingsError, load_settings
 
 
@@ -360,7 +360,7 @@ def test_a_damaged_line_ends_a_report_and_no_training(damaged, settings, tmp_pat
     assert Run.read(run_dir).step() == 3 and Run.read(run_dir).ended_early(1)
     assert ends_run(run_dir, 5, row(0.3), 2)
     prune(run_dir, 1)
-    assert [*whole_steps(run_dir)] == [3, 4]
+    assert [*Run.read(run_dir).steps] == [3, 4]
 
 
 def test_a_full_disk_under_the_state_of_the_gpus_is_passed_over(tmp_path, monkeypatch):

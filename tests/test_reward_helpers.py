@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from verl_tasks.rewards import expression
 from verl_tasks.rewards.answers import RewardError, after_thinking, last_answer, read_ground_truth, reward_function
 from verl_tasks.rewards.json_answer import MAX_OBJECT_CHARS, read_object, schema_problem
-from verl_tasks.strict_json import MAX_DEPTH
+from verl_tasks.strict_json import MAX_DEPTH, too_deep
 
 
 @pytest.mark.parametrize(
@@ -207,6 +207,12 @@ def nested(depth: int) -> str:
 )
 def test_strict(text, value):
     assert read_object(text) == value
+
+
+def test_how_deep_is_too_deep_is_the_callers_to_say():
+    depths = (63, 64, 65)
+    assert [too_deep(json.loads("[" * depth + "]" * depth), 64) for depth in depths] == [False, False, True]
+    assert [too_deep(json.loads('{"a":' * depth + "1" + "}" * depth), 64) for depth in depths] == [False, False, True]
 
 
 @pytest.mark.parametrize(

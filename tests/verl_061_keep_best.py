@@ -14,7 +14,7 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 from tests.helpers import write_shards
 from tests.test_settings import VALUES
-from verl_tasks.runs.run import Run, mend_tracker, read_metrics, tracker, whole_steps
+from verl_tasks.runs.run import Run, mend_tracker, read_metrics, tracker
 from verl_tasks.training import verl_config
 from verl_tasks.verl_plugins.verl_061 import keep_best, patches  # noqa: F401
 
@@ -98,7 +98,7 @@ def trained(run_dir: Path, dev: dict[int, float], steps: int, **variables: str) 
 
     keep_best._validate = validate
     trainer.fit()
-    return {"kept": [*whole_steps(run_dir)], "logged": sorted(read_metrics(run_dir))}
+    return {"kept": [*Run.read(run_dir).steps], "logged": sorted(read_metrics(run_dir))}
 
 
 def trainings(root: Path) -> dict[str, dict]:

@@ -124,11 +124,9 @@ class Watch:
     @property
     def note(self) -> str:
         """For the progress bar, once there was no sign of life for a while."""
-        return (
-            f" waits {self.still:.0f} s{f' for {self.waits}' if self.waits else ''}"
-            if self.still > SHOW_SECONDS
-            else ""
-        )
+        if (still := self.still) <= SHOW_SECONDS:
+            return ""
+        return f" waits {still:.0f} s{f' for {what}' if (what := self.waits) else ''}"
 
     def _new_lines(self) -> int:
         """Lines of the log that say something new."""

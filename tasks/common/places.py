@@ -1,5 +1,6 @@
 """Where things are: this package's own files, and the project whose tasks it runs."""
 
+import importlib.metadata
 import importlib.util
 import os
 from pathlib import Path
@@ -20,6 +21,14 @@ def _python_path() -> str:
     installed = library.endswith(("site-packages", "dist-packages")) or name != "verl_tasks"  # editable: tasks/common
     own = [os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(":") if entry]
     return ":".join(dict.fromkeys([str(ROOT), *([] if installed else [library]), *own]))
+
+
+def installed(package: str) -> str:
+    """The version of ``package`` in this Python; empty where it is not there."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 ROOT = _project()

@@ -152,7 +152,7 @@ def _stalled(name: str, life: alive.Watch, launch: Launch) -> str:
     """Why a process that stands still is ended; its stacks are in the log then."""
     asked = alive.ask_for_stacks(launch.processes())
     time.sleep(alive.STACKS_SECONDS if asked else 0)
-    what = f"it waits for {life.waits}" if life.waits else "none of its processes says what it waits for"
+    what = f"it waits for {waits}" if (waits := life.waits) else "none of its processes says what it waits for"
     stacks = (
         f"the stacks of {asked} process{'es' * (asked > 1)} are in the log" if asked else "no process told its stacks"
     )

@@ -6,10 +6,8 @@ the task on this stack, the task, the method, the stack, the table below. Profil
 with LoRA they are multiplied by LORA_RATES, unless they are given or the profile's.
 """
 
-import contextlib
 import difflib
 import importlib
-import json
 import os
 import re
 import shlex
@@ -19,6 +17,7 @@ from pathlib import Path
 
 from verl_tasks.digest import code_digest, fingerprint
 from verl_tasks.errors import SettingsError
+from verl_tasks.files import read_json
 from verl_tasks.method import METHODS, method
 from verl_tasks.places import PACKAGE, ROOT
 from verl_tasks.stages import STAGES, stage_of
@@ -293,17 +292,13 @@ class Settings:
     def contents(self) -> dict[str, str]:
         """Digest of each file of the data, by its name: ``train``, ``dev``, ``test``, ``sft``. Where they were not made
         with these settings, what they would be made with stands for each."""
-        return self._made() or dict.fromkeys(("train", "dev", "test", "sft"), self.data_fingerprint())
+        return self.made() or dict.fromkeys(("train", "dev", "test", "sft"), self.data_fingerprint())
 
-    def data_is_made(self) -> bool:
-        """Whether the data are there, made with these settings."""
-        return bool(self._made())
-
-    def _made(self) -> dict[str, str]:
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            manifest = json.loads((self.data_dir / "manifest.json").read_text())
-            if manifest.get("fingerprint") == self.data_fingerprint():
-                return manifest.get("contents") or {}
+    def made(self) -> dict[str, str]:
+        """``contents`` of the data that are there, made with these settings; empty where none are."""
+        manifest = read_json(self.data_dir / "manifest.json")
+        if manifest and manifest.get("fingerprint") == self.data_fingerprint():
+            return manifest.get("contents") or {}
         return {}
 
     def sft_parts(self) -> dict:

@@ -42,9 +42,9 @@ def decoded(text: str) -> object:
     return value
 
 
-def too_deep(value: object) -> bool:
-    """Whether objects and lists are nested in ``value`` more than MAX_DEPTH deep."""
+def too_deep(value: object, most: int = MAX_DEPTH) -> bool:
+    """Whether objects and lists are nested in ``value`` more than ``most`` deep."""
     level = [value]
-    for _ in range(MAX_DEPTH):
+    for _ in range(most):
         level = [x for v in level for x in (v.values() if isinstance(v, dict) else v if isinstance(v, list) else ())]
     return any(isinstance(v, dict | list) for v in level)

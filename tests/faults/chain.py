@@ -22,7 +22,7 @@ import yaml
 
 from tests.helpers import MAKE, ROOT, SMALL, outside_make
 from verl_tasks.runs.launches import launches
-from verl_tasks.runs.run import read_metrics, whole_steps
+from verl_tasks.runs.run import Run, read_metrics
 
 STEPS = "2"
 CHAIN = SMALL | {"STEPS": STEPS}
@@ -228,7 +228,7 @@ def result_of(artifacts: Path, task: str = "countdown") -> dict:
         rollouts = {file.name: len(file.read_text().splitlines()) for file in sorted(run.glob("rollouts/*.jsonl"))}
         found[run.name] = {
             "steps": list(read_metrics(run)),
-            "checkpoints": [*whole_steps(run)],
+            "checkpoints": [*Run.read(run).steps],
             "rollouts": rollouts,
             "a record": len(launches(run)) > 0,
         }

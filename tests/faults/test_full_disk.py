@@ -25,7 +25,7 @@ from tests.test_records import make_run
 from tests.test_settings import VALUES
 from verl_tasks.models.merge import has_weights
 from verl_tasks.rows import chat, rl_row, rl_schema, write_parquet
-from verl_tasks.runs.run import last_step
+from verl_tasks.runs.run import Run
 from verl_tasks.settings import load_settings
 
 pytestmark = pytest.mark.long
@@ -89,7 +89,7 @@ def lasting(artifacts: Path) -> dict[str, str]:
 
 def saved(artifacts: Path) -> dict[str, int]:
     """The last whole checkpoint of each run. Half of one may be written again, an old one removed."""
-    return {str(run): last_step(run) for run in artifacts.glob("runs/*/*") if run.is_dir()}
+    return {str(run): Run.read(run).last for run in artifacts.glob("runs/*/*") if run.is_dir()}
 
 
 def attempt(disk: Disk, room: int, start: Callable[[], Watched], after: str = "") -> str:

@@ -27,7 +27,7 @@ def check_disjoint(train_file: Path, held_out: Iterable[Path]) -> None:
 
     Reads each file once. Memory: 32 bytes per held-out row.
     """
-    _check(f"TRAIN_FILE={train_file}", map(_of_row, read_rows(train_file)), held_out)
+    _check(f"TRAIN_FILE={train_file}", (_digests(*_told(row)) for row in read_rows(train_file)), held_out)
 
 
 def check_pairs(pairs_file: Path, held_out: Iterable[Path], columns: dict[str, str] | None = None) -> None:
@@ -37,22 +37,22 @@ def check_pairs(pairs_file: Path, held_out: Iterable[Path], columns: dict[str, s
 
 
 def _check(file: str, problems: Iterable[Iterable[bytes]], held_out: Iterable[Path]) -> None:
-    # Files of others seldom have the task's system message.
-    rows = ((path.name, each) for path in held_out for row in read_rows(path) for each in (row, _without_system(row)))
-    where = {digest: name for name, row in rows for digest in _of_row(row)}
+    where = {}
+    for path in held_out:
+        for row in read_rows(path):
+            # Files of others seldom have the task's system message.
+            bare = [message for message in row["prompt"] if message["role"] != "system"]
+            texts = _told(row) + (_told(row | {"prompt": bare})[:1] if len(bare) < len(row["prompt"]) else [])
+            where |= dict.fromkeys(_digests(*texts), path.name)
     counts = Counter(name for digests in problems for name in {where[digest] for digest in digests if digest in where})
     if counts:
         told = " and ".join(f"{count} of its prompts are in {name}" for name, count in sorted(counts.items()))
         raise DataError(f"{file}: {told}; remove them: results on these prompts would be invalid")
 
 
-def _without_system(row: dict) -> dict:
-    return row | {"prompt": [message for message in row["prompt"] if message["role"] != "system"]}
-
-
-def _of_row(row: dict) -> Iterator[bytes]:
-    """Digests of the row's prompt and tools, and of its key, which rows of other sources may lack."""
-    return _digests(posed(decoded(row["prompt"]), tools_of(row)), normalized(row["extra_info"].get("key")))
+def _told(row: dict) -> list[str | None]:
+    """The row's prompt with its tools, and its key, which rows of other sources may lack."""
+    return [posed(decoded(row["prompt"]), tools_of(row)), normalized(row["extra_info"].get("key"))]
 
 
 def _digests(*texts: str | None) -> Iterator[bytes]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from verl_tasks.evaluation.sample import Job, Scoring, report_errors, sampled, s
 from verl_tasks.evaluation.spreadsheet import csv_rows, csv_text, write_xlsx
 from verl_tasks.files import check_writable, write_text
 from verl_tasks.rewards.episode import refusal
-from verl_tasks.rows import DataError, chat, messages_problem, rl_row, rl_schema, write_parquet
+from verl_tasks.rows import DataError, chat, messages_problem, read_rows, rl_row, rl_schema, write_parquet
 from verl_tasks.settings import Command, Settings, SettingsError, artifacts, fingerprint
 from verl_tasks.text import encodable
 
@@ -57,8 +56,8 @@ def paths(command: Command) -> tuple[Path, Path]:
 
 
 def read_table(path: Path) -> list[dict]:
-    """The rows of ``path``, dicts with ``prompt``, perhaps ``ground_truth`` and ``tools``. Raises DataError for other
-    files."""
+    """The rows of ``path``, dicts with the column ``prompt``, perhaps ``ground_truth`` and ``tools``. Raises DataError
+    for other files."""
     try:
         rows = READ[path.suffix.lower()](path)
     except Exception as error:
@@ -68,17 +67,10 @@ def read_table(path: Path) -> list[dict]:
     columns = list(dict.fromkeys(name for row in rows for name in row))
     if "prompt" not in columns:
         raise DataError(f"INPUT={path}: needs a column `prompt`; it has {', '.join(map(str, columns))}")
-    rows = [{name: dict.get(row, name) for name in columns} for row in rows]
-    for number, row in enumerate(rows, 1):
-        for column, check in {"prompt": _messages, "tools": tool_schemas}.items():
-            try:
-                check(row.get(column))
-            except DataError as error:
-                raise DataError(f"INPUT={path}: row {number}, column {column}: {error}") from error
-    return rows
+    return [{name: dict.get(row, name) for name in columns} for row in rows]
 
 
-def _messages(prompt, system: Iterable[dict] = ()) -> list[dict]:
+def _messages(prompt, system: list[dict]) -> list[dict]:
     """The chat that ``prompt`` is, in a cell as JSON text; of another text after ``system``. Raises DataError."""
     if messages := chat_in(prompt):
         return messages
@@ -87,15 +79,19 @@ def _messages(prompt, system: Iterable[dict] = ()) -> list[dict]:
     raise DataError("is empty" if isinstance(prompt, str) else f"must be text or a chat: {messages_problem(prompt)}")
 
 
-def rl_rows(rows: list[dict], task: str, system: list[dict]) -> list[dict]:
-    """The table's rows as RL rows; a text prompt gets the task's system message, a row the ``tools`` that it names. No
-    ground truth: nothing to score."""
+def rl_rows(table: Path, rows: list[dict], task: str, system: list[dict]) -> list[dict]:
+    """The ``rows`` of ``table`` as RL rows; a text prompt gets the task's system message, a row the ``tools`` that it
+    names. No ground truth: nothing to score. Raises DataError for the first row that is no prompt."""
     result = []
     for index, row in enumerate(rows):
-        messages = _messages(row["prompt"], system)
+        read = {}
+        for column, convert in {"prompt": lambda prompt: _messages(prompt, system), "tools": tool_schemas}.items():
+            try:
+                read[column] = convert(row.get(column))
+            except DataError as error:
+                raise DataError(f"INPUT={table}: row {index + 1}, column {column}: {error}") from error
         truth = row.get("ground_truth")
-        tools = tool_schemas(row.get("tools"))
-        result.append(rl_row(task, messages, "" if truth is None else truth, "batch", index, tools))
+        result.append(rl_row(task, read["prompt"], "" if truth is None else truth, "batch", index, read["tools"]))
     return result
 
 
@@ -146,8 +142,8 @@ def _cell(value):
 def batch(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
     """Answer each row of INPUT with ``model`` and write OUTPUT. Returns on how many the reward raised."""
     table, output = paths(command)
-    rows = read_table(table)[: s.LIMIT or None]
-    prompts = rl_rows(rows, s.TASK, task_system(s.data_dir / "test.parquet"))
+    rows = read_table(table)
+    prompts = rl_rows(table, rows, s.TASK, task_system(read_rows(s.data_dir / "test.parquet", 1)))[: s.LIMIT or None]
     bare = next((row for row in prompts if not row["reward_model"]["ground_truth"]), None)
     if scoring.environment and bare and (why := asyncio.run(refusal(scoring.environment, bare, s.STEP_SECONDS))):
         number = bare["extra_info"]["index"] + 1
@@ -162,7 +158,7 @@ def batch(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
     write_table(output, answers(rows, rollouts))
     scores = [r.reward["score"] for r in rollouts if r.reward]
     too_long = sum(r.finish_reason == TOO_LONG for r in rollouts)
-    text = f"{len(rollouts) - too_long} responses to {len(rows)} prompts"
+    text = f"{len(rollouts) - too_long} responses to {len(prompts)} prompts"
     text += f" ({too_long} of more tokens than the model's window)" if too_long else ""
     text += f", mean score {sum(scores) / len(scores):.3f} of {len(scores)}" if scores else ""
     print(f"  {text}: {output}")

@@ -4,7 +4,7 @@ import contextlib
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
@@ -21,10 +21,10 @@ from verl_tasks.text import one_line, printable
 HELP = "/sample: a prompt of the test set with its reward, /reset: a new conversation, /exit"
 
 
-def task_system(test_file: Path) -> list[dict]:
-    """The task's system message, if any, in a list: the model was trained with it, so a conversation starts with it."""
-    row = next(read_rows(test_file, 1), None)
-    return [message for message in row["prompt"][:1] if message["role"] == "system"] if row else []
+def task_system(rows: Iterable[dict]) -> list[dict]:
+    """The system message of the task's test ``rows``, if any, in a list: the model was trained with it, so a
+    conversation starts with it."""
+    return next((chat_episode.system_of(row["prompt"]) for row in rows), [])
 
 
 @contextlib.contextmanager
@@ -108,8 +108,7 @@ def chat(s: Settings, scoring: Scoring, model: str) -> int:
 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # Ctrl-C stops an answer; an engine's own process it would end
     log = artifacts() / "chat" / s.TASK / "engine.log"
-    test_file = s.data_dir / "test.parquet"
-    rows = list(read_rows(test_file))
+    rows = list(read_rows(s.data_dir / "test.parquet"))
     print(f"loading {model_name(model)}; log: {log}", flush=True)
     with engine_noise_to(log) as screen:
         size = window(model, s.MAX_NEW_TOKENS)
@@ -125,7 +124,7 @@ def chat(s: Settings, scoring: Scoring, model: str) -> int:
             chat_episode.talk(table, typed(screen))
         else:
             screen.write(HELP + "\n")
-            talk(engine, how, rows, task_system(test_file), scoring, typed(screen), screen)
+            talk(engine, how, rows, task_system(rows), scoring, typed(screen), screen)
         engine.close()
         if distributed.is_initialized():  # else NCCL complains on the screen after the end
             distributed.destroy_process_group()

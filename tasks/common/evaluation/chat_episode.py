@@ -135,15 +135,16 @@ async def _begun(table: Table, place: Place | None, said: dict) -> tuple[dict, B
     if place:
         table.say("(that episode is over; a new one begins in the environment of its prompt)")
         found = await begin(table.made, place.row, seconds)
-        return place.row, found, [*_system(found.start.messages), said]
-    messages = [*_system(first["prompt"]), said]
+        return place.row, found, [*system_of(found.start.messages), said]
+    messages = [*system_of(first["prompt"]), said]
     row = rl_row(first["data_source"], messages, "", "chat", 0, tools_of(first))
     if why := await refusal(table.made, row, seconds):
         raise ValueError(f"the environment needs a row's ground truth ({why}); after /next it has that prompt's")
     return row, await begin(table.made, row, seconds), messages
 
 
-def _system(messages: list[dict]) -> list[dict]:
+def system_of(messages: list[dict]) -> list[dict]:
+    """The system message of a stored prompt, if any, in a list."""
     return [message for message in decoded(messages[:1]) if message["role"] == "system"]
 
 

@@ -44,14 +44,10 @@ def by_prompt(rollouts: list[Rollout]) -> pd.DataFrame:
     rewards = pd.DataFrame(scored, columns=["index", "acc", "score"]).groupby("index")
     # By definition, equal scores give exactly 0.
     variance = rewards["score"].agg(lambda scores: np.var(scores) if np.ptp(scores) else 0.0)
-    pull = rewards["score"].agg(lambda scores: _deviation(scores) / np.std(scores) if np.ptp(scores) else 0.0)
+    pull = rewards["score"].agg(lambda s: np.abs(s - s.mean()).mean() / np.std(s) if np.ptp(s) else 0.0)
     parts = {"samples": rewards.size(), "accuracy": rewards["acc"].mean(), "score": table["score"]}
     parts |= {"variance": variance, "entropy": table["entropy"], "truncated": table["truncated"]}
     return pd.DataFrame(parts | {"pull": pull})
-
-
-def _deviation(scores: pd.Series) -> float:
-    return float(np.abs(scores - scores.mean()).mean())
 
 
 def partial_credit(prompts: pd.DataFrame) -> float:

@@ -345,7 +345,7 @@ def sampled(jobs: dict[str, Job], root: Path, scoring: Scoring) -> tuple[dict[st
         finally:
             for label in todo:
                 files[label].with_name(TOKENS).unlink(missing_ok=True)
-        found = {label: load(job, files[label], scoring) for label, job in jobs.items()}
+        found |= {label: load(job, files[label], scoring) for label, job in todo.items()}
         if still := {label: len(missing) for label, (_, missing) in found.items() if missing}:
             raise StageFailed(f"sampling ended, but prompts are missing: {still}\n  log: {root}/sampling.log")
     return {label: rollouts for label, (rollouts, _) in found.items()}, bool(todo)

@@ -136,7 +136,7 @@ def checkpoint_sizes(
     return sizes + [largest] * (min(jobs, len(runs) or 1) if largest else 0)
 
 
-def ray(s: Settings) -> Iterator[Finding]:
+def ray() -> Iterator[Finding]:
     """The cluster that RAY_ADDRESS names, and Ray daemons that no run owns."""
     address, running = os.environ.get("RAY_ADDRESS", ""), hardware.ray_daemons()
     left = [daemon for daemon in running if daemon.orphaned]
@@ -160,7 +160,7 @@ def ray(s: Settings) -> Iterator[Finding]:
         yield ok("ray", "no other Ray of yours; verl takes free ports")
 
 
-def judge(s: Settings) -> Iterator[Finding]:
+def judge() -> Iterator[Finding]:
     """The server at JUDGE_URL (tasks/common/rewards/judge.py), if it is set."""
     url = urlsplit(os.environ.get("JUDGE_URL", ""))
     if url.hostname:
@@ -219,13 +219,13 @@ def of_the_last_run(s: Settings) -> Iterator[Finding]:
 def data(s: Settings, training: bool) -> Iterator[Finding]:
     """The data files that exist, and their gold check. ``training``: a training is about to make the others."""
     manifest = read_manifest(s.data_dir)
-    if manifest.get("fingerprint") != s.data_fingerprint():
+    current, sound = manifest.get("fingerprint") == s.data_fingerprint(), True
+    if not current:
         text = f"{s.data_dir}: {'made with other settings' if manifest else 'not there yet'}"
         makes = f"`make data TASK={s.TASK}` or `make train TASK={s.TASK}` makes it"
         yield ok("data", text) if training else warning("data", text, makes)
         if not s.TRAIN_FILE:
             return
-    current, sound = manifest.get("fingerprint") == s.data_fingerprint(), True
     fix = f"remove {s.data_dir} and run `make data TASK={s.TASK}`"
     files = {name: s.data_dir / f"{name}.parquet" for name in manifest.get("rows", {})}
     files |= {"train": s.train_file} if s.TRAIN_FILE else {}
@@ -437,8 +437,8 @@ def findings(
     continued = stage_of(stage).trains
     at_once = jobs_of(s, runs, jobs)
     sizes = checkpoint_sizes(s, runs, jobs, arguments, continued)
-    checks = [of_machine(s, smi, runs, at_once), disk(s, sizes), packages(s), ray(s)]
-    checks += [judge(s), reward(s), data(s, stage != "doctor")]
+    checks = [of_machine(s, smi, runs, at_once), disk(s, sizes), packages(s), ray()]
+    checks += [judge(), reward(s), data(s, stage != "doctor")]
     checks += [of_the_last_run(s)] if stage == "doctor" else []
     if not wrong:
         each_method = of_each_method(s, runs)

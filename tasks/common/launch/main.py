@@ -237,17 +237,13 @@ def compare(job: Job) -> str:
         base = base or s.MODEL
     elif job.model:
         trained, adapter = job.base(), Path(job.model).expanduser()
-        base = base or (base_of(adapter) if is_adapter(adapter) else default_model())
+        unnamed = {name: value for name, value in os.environ.items() if name != "MODEL"}
+        base = base or (base_of(adapter) if is_adapter(adapter) else settings.values_of(unnamed)["MODEL"].text)
     else:
         raise SettingsError(f"there is no trained model yet: run `make train TASK={s.TASK}`, or set MODEL")
     start = resolve_model(base, variable="BASE" if job.command.BASE else "MODEL")
     script(s, "evaluate.py", "compare", start, *warm_up, trained)
     return " -> ".join([base, *warm_up, trained])
-
-
-def default_model() -> str:
-    """The MODEL of this task and stack when none is given."""
-    return settings.values_of({name: value for name, value in os.environ.items() if name != "MODEL"})["MODEL"].text
 
 
 def merged(job: Job) -> str:

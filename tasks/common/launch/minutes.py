@@ -13,7 +13,7 @@ from verl_tasks.launch.task import exported
 from verl_tasks.models.find import resolve_model
 from verl_tasks.process import die_with_parent
 from verl_tasks.runs import folder
-from verl_tasks.runs.run import whole_steps
+from verl_tasks.runs.run import Run
 from verl_tasks.settings import Settings, fingerprint
 
 # Settings that decide the time of a stage: these words, and all whole numbers but the following. How long responses are
@@ -73,7 +73,7 @@ def kept(
 
     A stage that goes on with work that is there already says nothing of the whole, and so is left out of both."""
     started = any(run.steps for run in folder.rounds(s, arguments))
-    begun = {"sft": bool(whole_steps(folder.sft_dir(s))), "train": started, "eval": started}
+    begun = {"sft": bool(Run.read(folder.sft_dir(s)).steps), "train": started, "eval": started}
     anew = {name: stage for name, stage in stages.items() if begun.get(name) is False}
     file, sizes = s.runs_dir / ".minutes.json", sizes_of(s)
 

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from verl_tasks.data.prepare import load_tokenizer
 from verl_tasks.evaluation.engines import CPU_SEQUENCES
 from verl_tasks.files import write_json
-from verl_tasks.machine.memory import Shapes, begun_alike, least_work, operations, shapes
+from verl_tasks.machine.memory import Shapes, begun_alike, least_work, operations, powers, shapes
 from verl_tasks.models.chat_template import demonstration_ids, prompt_ids
 from verl_tasks.rows import decoded, demonstration, parquet_rows, tools_of
 from verl_tasks.settings import Settings, load_settings, stack
@@ -74,11 +74,6 @@ def lengths(s: Settings, tokenizer) -> Lengths:
 
 def mean(values) -> float:
     return sum(values) / len(values)
-
-
-def powers(most: int) -> list[int]:
-    """1, 2, 4 and so on up to the first that is not below ``most``."""
-    return [2**power for power in range((most - 1).bit_length() + 1)]
 
 
 def warm_up(model: Shapes, rows: Lengths, sequences: int) -> float:

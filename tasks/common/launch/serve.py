@@ -14,6 +14,7 @@ from verl_tasks.leftovers import kept
 from verl_tasks.machine.hardware import CPU_BLOCK_SIZE, cpu_dtype, refuse_taken
 from verl_tasks.models.merge import base_model, is_adapter, max_rank
 from verl_tasks.process import POLL_SECONDS, StageFailed, report
+from verl_tasks.rows import read_rows
 from verl_tasks.settings import Command, Settings, SettingsError, artifacts
 
 KEY = "VLLM_API_KEY"  # vLLM's own variable: a key on its command line would stand in the list of processes
@@ -103,7 +104,7 @@ def serve(s: Settings, command: Command, model: str, own: list[str]) -> None:
     """
     log = artifacts() / "serve" / s.TASK / "server.log"
     test_file = s.data_dir / "test.parquet"
-    system = task_system(test_file) if test_file.is_file() else []
+    system = task_system(read_rows(test_file, 1)) if test_file.is_file() else []
     program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments(s, command, model), *own]
     print("starting vLLM's server", flush=True)
     started, answered, late = time.monotonic(), False, False

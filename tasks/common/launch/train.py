@@ -27,7 +27,7 @@ from verl_tasks.process import Progress, StageFailed, run
 from verl_tasks.rows import DataError
 from verl_tasks.runs import folder, health, launches, validation
 from verl_tasks.runs.checkpoint import ranks
-from verl_tasks.runs.run import Run, last_step, mend_tracker, metrics_in, prune
+from verl_tasks.runs.run import Run, mend_tracker, metrics_in, prune
 from verl_tasks.settings import Settings, SettingsError, method
 from verl_tasks.training import parity, verl_config, verl_versions
 
@@ -256,7 +256,7 @@ def execute(plan: Plan, seconds: float = 0) -> Run:
 
 def _goes_on(run_dir: Path) -> str:
     """Where the same command goes on after a stop."""
-    step = last_step(run_dir)
+    step = Run.read(run_dir).last
     begins = "the same command begins at step 1, as there is no checkpoint yet"
     return f"the same command continues from the checkpoint of step {step}" if step else begins
 

@@ -14,11 +14,10 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, fields, replace
-from importlib.metadata import version
 from pathlib import Path
 
 from verl_tasks.machine import hardware
-from verl_tasks.places import PACKAGE, PYTHON_PATH
+from verl_tasks.places import PACKAGE, PYTHON_PATH, installed
 from verl_tasks.process import StageFailed, die_with_parent, errors_in_one_line, node_lost
 from verl_tasks.settings import (
     ROOT,
@@ -186,13 +185,9 @@ def see(root: str, mark: str, names: list[str], write_as: str = "") -> Seen:
     folder = mark if os.path.isdir(mark) and os.access(mark, os.W_OK) else ""
     if folder and write_as:
         Path(folder, write_as).touch()
-    try:
-        verl = version("verl")
-    except ModuleNotFoundError:  # PackageNotFoundError is one
-        verl = ""
     return Seen(
         python=platform.python_version(),
-        verl=verl,
+        verl=installed("verl"),
         repository=digest.hexdigest() if os.path.isdir(root) else "",
         artifacts=folder,
         secrets=tuple(name for name in names if os.environ.get(name)),

@@ -148,6 +148,11 @@ def begun_alike(sequences: list[list[int]]) -> list[int]:
     return [0, *(common_start(pair) for pair in pairwise(sequences))][: len(sequences)]
 
 
+def powers(most: int) -> list[int]:
+    """1, 2, 4 and so on up to the first that is not below ``most``."""
+    return [2**power for power in range((most - 1).bit_length() + 1)]
+
+
 def least_work(model: Shapes, lengths: list[int], alike: list[int]) -> tuple[int, int]:
     """Multiplications in a layer of a plain model for sequences of ``lengths``, and how many of them stand in a row so
     that it is least. With ``alike`` tokens each begins as the one before it does: in a row these stand once."""
@@ -157,7 +162,7 @@ def least_work(model: Shapes, lengths: list[int], alike: list[int]) -> tuple[int
         longest = max(sum(lengths[at : at + most]) - sum(alike[at + 1 : at + most]) for at in firsts)
         return operations(model, len(firsts), longest)
 
-    return min((taken(2**power), 2**power) for power in range((len(lengths) - 1).bit_length() + 1))
+    return min((taken(some), some) for some in powers(len(lengths)))
 
 
 def shapes_of(model: str) -> Shapes | None:
@@ -315,7 +320,7 @@ def passed(model: Shapes, plan: Plan) -> tuple[int, int]:
         return tokens, tokens
     rows = max(1, plan.tokens // plan.sequence)
     most = 1 if plan.critic else min(plan.group, rows)
-    ways = {min(2**power, most) for power in range((most - 1).bit_length() + 1)}
+    ways = {min(some, most) for some in powers(most)}
     choices = [(math.ceil(rows / some), plan.sequence + (some - 1) * plan.response) for some in sorted(ways)]
     groups, longest = min(choices, key=lambda shape: operations(model, *shape))
     return groups * longest if (groups, longest) != choices[0] else tokens, rows * plan.response

@@ -51,7 +51,7 @@ SIZES = {
 WINDOWS = ("sliding_window", "attention_chunk_size")
 # Of an encoder of pictures or sound, which text does not reach.
 ENCODER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "depth": 1, "num_attention_heads": 2}
-ENCODER |= {"num_heads": 2, "num_key_value_heads": 2, "image_size": 28, "patch_size": 14}
+ENCODER |= {"num_heads": 2, "num_key_value_heads": 2, "image_size": 28, "patch_size": 14, "out_hidden_size": WIDTH}
 
 
 def small(config, vocabulary: int = 0, head: int = 0, heads: int = HEADS):
@@ -63,7 +63,7 @@ def small(config, vocabulary: int = 0, head: int = 0, heads: int = HEADS):
     config = copy.deepcopy(config)
     config.__dict__.pop("quantization_config", None)  # the weights will be plain
     for name, part in _parts(config):
-        _shrink_encoder(part, config) if _is_encoder(name) else _shrink(part, vocabulary, head, heads)
+        _set(part, **ENCODER) if _is_encoder(name) else _shrink(part, vocabulary, head, heads)
     return config
 
 
@@ -84,11 +84,6 @@ def _set(config, **values) -> None:
     for name, value in values.items():
         if getattr(config, name, None) is not None:
             setattr(config, name, value)
-
-
-def _shrink_encoder(part, config) -> None:
-    _set(part, **ENCODER)
-    _set(part, out_hidden_size=WIDTH)
 
 
 def _shrink(config, vocabulary: int, head: int, heads: int) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from verl_tasks.rewards.environment import BAD_TOOLS, Asked, Turn
 from verl_tasks.rewards.tool_calls import Malformed, functions, parse_response, split_thinking
 from verl_tasks.rows import messages_problem
+from verl_tasks.strict_json import too_deep
 
 MODEL = "policy"
 SAMPLING = {"temperature", "top_p", "seed", "user", "metadata", "store", "reasoning_effort", "safety_identifier"}
@@ -61,7 +62,7 @@ def read(body: bytes) -> Request:
             raise Refused(f"{name}: only {json.dumps(ONLY[name][0])} is served, not {json.dumps(value)[:80]}")
         if name not in READ | SAMPLING | ONLY.keys():
             raise Refused(f"{name[:80]}: is not served")
-    if not _shallow(given):
+    if too_deep(given, DEEPEST):
         raise Refused(f"the body has more than {DEEPEST} lists and objects in each other")
     if given.get("model") != MODEL:
         raise Refused(f"model: there is {MODEL!r} alone, not {str(given.get('model'))[:80]!r}")
@@ -82,14 +83,6 @@ def read(body: bytes) -> Request:
     usage = isinstance(options, dict) and bool(options.get("include_usage"))
     asked = Asked(most, tuple(stop), bool(given.get("logprobs")))
     return Request(_messages(given.get("messages")), tools, asked, bool(given.get("stream")), usage)
-
-
-def _shallow(value, levels: int = DEEPEST) -> bool:
-    """Whether lists and objects stand in each other at most ``levels`` times."""
-    if not isinstance(value, (dict, list)):
-        return True
-    inside = value.values() if isinstance(value, dict) else value
-    return levels > 0 and all(_shallow(each, levels - 1) for each in inside)
 
 
 def _messages(given) -> list[dict]:
@@ -123,7 +116,7 @@ def _object(arguments) -> dict:
         found = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
         found = None
-    if not isinstance(found, dict) or not _shallow(found):
+    if not isinstance(found, dict) or too_deep(found, DEEPEST):
         raise ValueError(f"the arguments of a call must be an object of at most {DEEPEST} levels")
     return found
 

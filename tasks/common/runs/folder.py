@@ -226,7 +226,7 @@ def rl_run(s: Settings, arguments: list[str], number: int = 1, start: str = "") 
     if run.record and run.record["fingerprint"] != mark:
         then = run.record.get("reads")
         changed = differing(then, identity) if then else ["an older version's"]
-        if not s.data_is_made():  # its contents may come out the same
+        if not s.made():  # its contents may come out the same
             changed = [name for name in changed if name not in ("train", "dev", "warm-up")]
             if not changed:
                 return run

@@ -34,8 +34,8 @@ class Run:
     @classmethod
     def read(cls, folder: Path) -> "Run":
         """A folder that is not there is a run without record, checkpoints and metrics."""
-        launches = len(list(folder.glob("metrics/*.jsonl")))
-        return cls(folder, recorded(folder), whole_steps(folder), read_metrics(folder, strict=False), launches)
+        made, launches = recorded(folder), len(list(folder.glob("metrics/*.jsonl")))
+        return cls(folder, made, _whole_steps(folder, made), read_metrics(folder, strict=False), launches)
 
     @property
     def settings(self) -> dict:
@@ -244,24 +244,18 @@ def _tracked(folder: Path) -> str:
         return ""
 
 
-def whole_steps(folder: Path) -> tuple[int, ...]:
-    """Steps of the whole checkpoints up to the one that the tracker file names, ascending.
+def _whole_steps(folder: Path, made: dict) -> tuple[int, ...]:
+    """Steps of the whole checkpoints up to the one that the tracker file names, ascending; ``made``: the run's record.
 
     verl writes that file after the checkpoint, but not atomically: a kill or a full disk leaves it empty. If it names
     no whole checkpoint, all whole ones count.
     """
     folders = {f.name.removeprefix("global_step_"): f for f in (folder / "checkpoints").glob("global_step_*")}
-    made = recorded(folder)
     under_way = made.get("kind") == "rl" and made["settings"].get("ASYNC", "off") != "off"
     steps = tuple(sorted(int(step) for step, path in folders.items() if step.isdecimal() and whole(path, under_way)))
     text = _tracked(folder)
     last = int(text) if text.isascii() and text.isdigit() else 0
     return tuple(step for step in steps if step <= last) if last in steps else steps
-
-
-def last_step(folder: Path) -> int:
-    """Step of the last whole checkpoint; 0 if there is none."""
-    return max(whole_steps(folder), default=0)
 
 
 def mend_tracker(run: Run) -> None:

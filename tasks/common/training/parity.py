@@ -15,13 +15,12 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from verl_tasks.files import read_json, write_json
 from verl_tasks.machine import memory
 from verl_tasks.models.merge import base_model
-from verl_tasks.places import PACKAGE, PYTHON_PATH
+from verl_tasks.places import PACKAGE, PYTHON_PATH, installed
 from verl_tasks.process import die_with_parent
 from verl_tasks.settings import Settings, artifacts, stack
 from verl_tasks.text import one_line
@@ -133,14 +132,6 @@ def _code() -> list:
     """What else a result depends on: our own code, and the packages."""
     own = [(PACKAGE / name).read_text() for name in SOURCES]
     return own + [installed(name) for name in PACKAGES]
-
-
-def installed(package: str) -> str | None:
-    """The version of ``package`` here, if it is here."""
-    try:
-        return version(package)
-    except PackageNotFoundError:  # an installation from before the list had it
-        return None
 
 
 def _file(s: Settings, config: dict) -> Path:

@@ -39,7 +39,7 @@ from verl_tasks.models.merge import base_model, base_of, is_adapter
 from verl_tasks.process import die_with_torchrun
 from verl_tasks.runs import health, launches
 from verl_tasks.runs.checkpoint import FirstSave
-from verl_tasks.runs.run import last_step, prune, tracker
+from verl_tasks.runs.run import Run, prune, tracker
 from verl_tasks.settings import Settings, load_settings
 from verl_tasks.training import tracking
 from verl_tasks.training.methods import dpo
@@ -309,7 +309,7 @@ def train(s: Settings, start: str, pairs: str, run_dir: Path, metrics: Path) -> 
             launches.write_config(launch, config.to_dict())
         print(f"{pairs}: {chosen.said}", flush=True)
         remove_unfinished(run_dir, s.KEEP)
-    step = last_step(run_dir)
+    step = Run.read(run_dir).last
     trainer.train(resume_from_checkpoint=str(run_dir / f"checkpoints/global_step_{step}") if step else None)
     if abort.finding:
         health.abort(run_dir, abort.finding)

@@ -4,12 +4,12 @@ Which stack has which verl: VERL of stacks/STACK. tests/test_verl_generations.py
 overrides against the config files of both.
 """
 
-import importlib.metadata
 import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from verl_tasks.places import installed
 from verl_tasks.settings import Settings, SettingsError, stack
 
 
@@ -130,13 +130,9 @@ def wanted(s: Settings) -> str:
 
 def check_installed(s: Settings) -> None:
     """Raise SettingsError unless this Python has the stack's version of verl. Does not import it."""
-    try:
-        installed = importlib.metadata.version("verl")
-    except importlib.metadata.PackageNotFoundError:
-        installed = "none"
-    if installed != wanted(s):
+    if (found := installed("verl") or "none") != wanted(s):
         fix = f"run `make install STACK={s.STACK}`, or set PYTHON to a Python with that version"
-        raise SettingsError(f"STACK={s.STACK}: needs verl {wanted(s)}, {sys.executable} has {installed}; {fix}")
+        raise SettingsError(f"STACK={s.STACK}: needs verl {wanted(s)}, {sys.executable} has {found}; {fix}")
 
 
 def has_own_trainers(s: Settings) -> bool:

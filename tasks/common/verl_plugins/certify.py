@@ -25,6 +25,7 @@ from verl_tasks.evaluation.engine_pool import Hardware
 from verl_tasks.evaluation.engines import Request, Sampling, TurnRequest, request_ids, stop_ids
 from verl_tasks.evaluation.episodes import Stage, play_all
 from verl_tasks.evaluation.rollouts import SAMPLED, Rollout
+from verl_tasks.evaluation.sample import episode_limits
 from verl_tasks.files import write_json
 from verl_tasks.machine.hardware import cpu_dtype
 from verl_tasks.models.attention import attention
@@ -33,7 +34,6 @@ from verl_tasks.models.merge import base_model, is_adapter
 from verl_tasks.process import die_with_parent
 from verl_tasks.rewards.answers import RewardError
 from verl_tasks.rewards.environment import of_task
-from verl_tasks.rewards.episode import Limits
 from verl_tasks.rows import decoded, demonstration, read_rows, solved, tools_of
 from verl_tasks.settings import Settings, load_settings
 from verl_tasks.training import verl_config
@@ -101,9 +101,8 @@ def sampled_turns(s: Settings, engine: Recorded, tokenizer, rows: list[dict], ho
     requests = [Request(index, SAMPLED, decoded(row["prompt"]), tools_of(row)) for index, row in enumerate(rows)]
     if s.multi_turn:
         rollouts: list[Rollout] = []
-        turn = min(s.MAX_TURN_LENGTH, s.MAX_RESPONSE_LENGTH)
-        limits = Limits(s.MAX_PROMPT_LENGTH, s.MAX_RESPONSE_LENGTH, turn, s.MAX_TURNS, s.STEP_SECONDS)
-        play_all(Stage(engine, tokenizer, how, limits, of_task(s.TASK)), rows, requests, rollouts.extend)
+        stage = Stage(engine, tokenizer, how, episode_limits(s, how), of_task(s.TASK))
+        play_all(stage, rows, requests, rollouts.extend)
         if broken := next((rollout.error for rollout in rollouts if rollout.error), ""):
             raise RewardError(broken)
     else:
@@ -178,7 +177,7 @@ def certified(s: Settings, model: str, engine_of: Callable[[], object]) -> list[
     scripts = [scripted_episode(s, config, tokenizer, row, chat) for row, chat in pairs]
     shown = [sequence for episode in scripts for sequence in episode]
     contexts = [turn.context for episode in shown for turn in episode.turns]
-    most = min(s.MAX_TURN_LENGTH, s.MAX_RESPONSE_LENGTH) if s.multi_turn else s.MAX_RESPONSE_LENGTH
+    most = episode_limits(s, how).turn_length if s.multi_turn else s.MAX_RESPONSE_LENGTH
     probes = [TurnRequest(-1, SAMPLED, [], None, tuple(ids), most, number) for number, ids in enumerate(contexts)]
     list(engine.generate(probes, how))
     engine.engine.close()

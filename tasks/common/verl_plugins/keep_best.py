@@ -6,7 +6,7 @@ from pathlib import Path
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.profiler import marked_timer
 
-from verl_tasks.runs.run import ends_run, last_step, prune
+from verl_tasks.runs.run import Run, ends_run, prune
 from verl_tasks.verl_plugins.expect import expect
 
 expect(
@@ -26,7 +26,7 @@ class KeepBest(PPOTrainer):
 
     def on_step_end(self):
         every = self.config.trainer.test_freq
-        if every > 0 and self.global_steps % every == 0 and last_step(self.run_dir) != self.global_steps:
+        if every > 0 and self.global_steps % every == 0 and Run.read(self.run_dir).last != self.global_steps:
             with marked_timer("save_checkpoint", self.timing_raw, color="green"):
                 self._save_checkpoint()  # here as where verl saves, the engine sleeps
         super().on_step_end()

@@ -87,11 +87,8 @@ def write(sums: Sums, replica: str, rank: int) -> None:
 def told(replica: int) -> list[Sums]:
     """What the workers of a replica have left."""
     folder = os.environ.get(LAUNCH)
-    return (
-        [json.loads(file.read_text()) for file in sorted(Path(folder).glob(f"weights-{replica}-*.json"))]
-        if folder
-        else []
-    )
+    files = sorted(Path(folder).glob(f"weights-{replica}-*.json")) if folder else []
+    return [json.loads(file.read_text()) for file in files]
 
 
 def compared(sent: Sums, workers: list[Sums]) -> dict[str, bool]:
