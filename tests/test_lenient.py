@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import time
 from dataclasses import replace
 from functools import partial
@@ -107,6 +108,34 @@ def test_a_word_is_an_answer_with_a_label_and_a_full_stop_too(response, lenient)
 )
 def test_a_letter_before_its_option_and_a_block_of_code_are_answers(truth, response, lenient):
     assert rollout(response, truth, exact).lenient is lenient
+
+
+@pytest.mark.parametrize(
+    ("truth", "response", "lenient"),
+    [
+        ("83.67 km", "The answer is 83.67 km.", True),
+        ("83,67 km", "Antwort: **83,67 km**", True),
+        ("14:30", "It leaves at noon.\nAnswer: 14:30", True),
+        ("3, 1, 2", "Ranking: 3, 1, 2", True),
+        ("3, 1, 2", "Ranking: 3, 2, 1", False),
+        ("十五", "九加六，答案是十五。", True),
+        ("十五", "答案：十五", True),
+        ("十五", "答案：十六。", False),
+    ],
+)
+def test_an_answer_of_several_numbers_or_in_chinese_is_one(truth, response, lenient):
+    assert rollout(response, truth, exact).lenient is lenient
+
+
+@pytest.mark.parametrize("said", ["Ranking: 3, 1, 2", "3 or 4", "<answer>3 4"])
+def test_of_several_numbers_the_reward_may_not_choose(said):
+    def first_number(source, text, truth, extra=None):
+        found = re.match(r"\d+", last_answer(text) or "")
+        right = float(found is not None and found[0] == truth)
+        return {"score": right, "acc": right, "format": float(found is not None)}
+
+    assert rollout(said, "3", first_number).lenient is False
+    assert rollout("The answer is 3.", "3", first_number).lenient is True
 
 
 def test_what_the_reward_can_read_is_left_to_the_reward():
