@@ -42,7 +42,7 @@ RISE, EXPLAINED = 0.1, 0.2  # of the mean reward; the least share of it that rig
 SHORT = 1 / 3  # of the start's response length
 ALIKE = 0.5  # share of the prompts
 SOLVED = 0.95  # share of right answers from which on samples are alike because they are right
-NARROW, SURE = 0.1, 0.8  # of the start's entropy; the share of right answers from which on a policy may be sure of them
+NARROW, SURE = 0.1, 0.8  # of the start's entropy; the share of right answers from which on it may be sure, or short
 
 
 @dataclass(frozen=True)
@@ -320,11 +320,13 @@ def _hollow(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
     rows = [*before, row]
     (first, last), (wrong, right) = (_ends(key, rows) for key in ("critic/score/mean", "answers/right"))
     # A right answer earns 1, or what the scores span where that is more. Where nearly all are right, few can become so.
-    rise = (last - first) / (row["highest"] - row["lowest"])
-    if rise > RISE and right - wrong < EXPLAINED * min(rise, 1 - wrong):
+    rise, more = (last - first) / (row["highest"] - row["lowest"]), right - wrong
+    hollow = rise > RISE and more < EXPLAINED * min(rise, 1 - wrong)
+    if hollow or (more < -RISE and rise > more / 2):
         yield (
-            f"reward rose from {first:.3g} to {last:.3g}, right answers from {wrong:.1%} to {right:.1%}: the policy "
-            "learns what the reward pays besides; look at the rollouts, run make attack, pay less partial credit"
+            f"reward {'rose' if hollow else 'went'} from {first:.3g} to {last:.3g}, right answers from {wrong:.1%} to "
+            f"{right:.1%}: the policy learns what the reward pays besides; look at the rollouts, run make attack, pay "
+            "less partial credit"
         )
 
 
@@ -339,8 +341,9 @@ def _short(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
 
     rows = [*before, row]
     first = mean(map(length, rows[:FIRST]))
-    # Where many were cut off at the start, the policy has to learn to end.
+    # Where many were cut off at the start, the policy has to learn to end. Where most are right, it gives up nothing.
     long = len(rows) >= 2 * FIRST and not mean(map(cut, rows[:FIRST])) > TRUNCATED
+    long = long and row.get("answers/right", 0.0) < SURE
     if long and _for_steps(FIRST, row, before, lambda each: length(each) < SHORT * first):
         yield (
             f"{'turns' if 'episode/turns' in row else 'responses'} of {length(row):.0f} tokens in the mean, "
