@@ -247,6 +247,39 @@ def test_a_gain_of_form_is_told_from_a_gain_of_skill():
     assert "neither is clear of chance" in outcome([YES, NO], [YES, NO])
 
 
+def graded(scores: list[float], right: list[float], prompts: int = 20) -> list[Rollout]:
+    rewards = [{"score": score, "acc": acc} for score, acc in zip(scores, right, strict=True)]
+    rows = [(index, n, each) for index in range(prompts) for n, each in enumerate(rewards)]
+    return [Rollout(i, SAMPLED, n, "", "stop", 5, 0.1, [], "x", "18", {}, reward) for i, n, reward in rows]
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "said"),
+    [
+        (
+            ([0.3, 0.3], [0, 0]),
+            ([0.7, 0.7], [0, 0]),
+            "score +0.400 [0.400, 0.400]: a gain, without a gain of right answers",
+        ),
+        (([0.7, 0.0], [0, 0]), ([0.3, 0.0], [0, 0]), "score -0.200 [-0.200, -0.200]: a loss, without a loss of right"),
+        (([0.7, 0.0], [0, 0]), ([0.3, 0.0], [1, 0]), "score -0.200 [-0.200, -0.200]: a loss, without a loss of right"),
+        (([-1.0, -1.0], [0, 0]), ([1.0, -1.0], [1, 0]), ""),
+        (([0.3, 0.3], [0, 0]), ([0.3, 0.3], [0, 0]), ""),
+    ],
+)
+def test_a_score_that_changes_without_right_answers_is_told(start, end, said):
+    before, after = graded(*start), graded(*end)
+    lines = tables.outcome(
+        "grpo - sft", {"sft": summarize(before), "grpo": summarize(after)}, differences(before, after)
+    )
+    told = [line for line in lines if line.startswith("score")]
+    assert told == [] if not said else told[0].startswith(said)
+
+
+def test_no_difference_at_all_is_no_chance():
+    assert outcome([YES, NO], [YES, NO]).splitlines()[0].endswith("p 1.0000 (paired bootstrap): no prompt differs")
+
+
 def test_a_reward_without_format_calls_unreadable_what_a_lenient_reader_alone_finds_right():
     def score(source, text, truth, extra=None):
         right = float("#### 18" in text)
