@@ -276,6 +276,14 @@ def test_a_score_that_changes_without_right_answers_is_told(start, end, said):
     assert told == [] if not said else told[0].startswith(said)
 
 
+def test_prompts_of_unequal_numbers_of_samples_are_said_to_be_so():
+    few, more = graded([1.0, 0.0], [1, 0], 2), graded([1.0, 0.0, 0.0, 0.0], [1, 0, 0, 0], 3)
+    assert tables.sizes(summarize([*few, *more[8:]])) == "3 prompts, 2 to 4 samples each"
+    assert tables.sizes(summarize(more)) == "3 prompts, 4 samples each"
+    raised = [replace(more[0], reward=None, error="boom"), *more[1:]]
+    assert tables.sizes(summarize(raised)).startswith("3 prompts, 3 to 4 samples each; 1 completions not counted")
+
+
 def test_no_difference_at_all_is_no_chance():
     assert outcome([YES, NO], [YES, NO]).splitlines()[0].endswith("p 1.0000 (paired bootstrap): no prompt differs")
 

@@ -21,7 +21,8 @@ SLOW = 0.05  # of the episodes out of time: they may move a mean by more than mo
 def sizes(summary: dict) -> str:
     """The numbers of prompts and samples of a summary, with what could not be counted."""
     of = f" of {summary['conversations']} conversations" if "conversations" in summary else ""
-    text = f"{summary['prompts']} prompts{of}, {summary['samples']} samples each"
+    fewest = f"{summary['fewest']} to " if "fewest" in summary else ""
+    text = f"{summary['prompts']} prompts{of}, {fewest}{summary['samples']} samples each"
     if summary["left_out"]:
         text += f"; {summary['left_out']} prompts left out (longer than MAX_PROMPT_LENGTH)"
     if summary["errors"]:
