@@ -201,6 +201,14 @@ def test_a_warm_up_that_cannot_work_is_counted(counts, said):
     assert said in found and bool(found) == bool(said)
 
 
+def test_wrong_answers_of_different_scores_are_something_to_learn_from():
+    """F1 as the score, the exact set as right."""
+    scores, groups, cut = samples(wrong=64)
+    graded = [each | {"score": place % 5 / 5} for place, each in enumerate(scores)]
+    said = no_signal(graded, groups, cut, SETTINGS)
+    assert "none of 64 samples is right (64 wrong): RL has partial credit alone to learn from; raise SFT_STEPS" in said
+
+
 def test_the_cuts_of_episodes_are_named_by_their_own_variable():
     scores, groups, cut = samples(wrong=10, cut=54)
     scores = [{**each, "cut_turns": float(off)} for each, off in zip(scores, cut, strict=True)]

@@ -89,13 +89,13 @@ class AbortedError(RuntimeError):
 
 
 def no_signal(scores: list[dict], groups: list, cut: list[bool], s: Settings) -> str:
-    """Why RL has nothing to learn from the first rollouts after a warm-up; empty where it has.
+    """Why RL has nothing, or partial credit alone, to learn from the first rollouts after a warm-up; else empty.
     ``scores``: of each sample, with ``acc`` and perhaps ``format``; ``groups``: its prompt; ``cut``: cut off."""
     of = defaultdict(set)
     for group, each in zip(groups, scores, strict=True):
         of[group].add(each["score"])
-    right = sum(each["acc"] >= 1 for each in scores)
-    if right and (s.ROLLOUT_N == 1 or s.METHOD == "ppo" or any(len(found) > 1 for found in of.values())):
+    right, differ = sum(each["acc"] >= 1 for each in scores), any(len(found) > 1 for found in of.values())
+    if right and (s.ROLLOUT_N == 1 or s.METHOD == "ppo" or differ):
         return ""
     lost = [(each, off) for each, off in zip(scores, cut, strict=True) if each["acc"] < 1]
     off = sum(off for _, off in lost)
@@ -110,7 +110,8 @@ def no_signal(scores: list[dict], groups: list, cut: list[bool], s: Settings) ->
     said = ", ".join(f"{count} {name}" for name, count in counts.items() if count > 0)
     what = f"none of {len(scores)} samples is right" if not right else f"all {len(of)} groups have one reward"
     first = f"raise SFT_STEPS={s.SFT_STEPS}" if not right else "raise TEMPERATURE or ROLLOUT_N"
-    return f"after the warm-up {what} ({said or 'all right'}): RL has nothing to learn from; {first}, or {way}"
+    lesson = "partial credit alone" if differ else "nothing"
+    return f"after the warm-up {what} ({said or 'all right'}): RL has {lesson} to learn from; {first}, or {way}"
 
 
 def stop_without_signal(run_dir: Path, reason: str) -> NoReturn:
