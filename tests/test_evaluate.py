@@ -377,7 +377,7 @@ def test_partial_credit_pulls_as_a_right_answer_does(credit, share):
         ((0.1, 0.1, 0.0, 0.0), (), 0.0, False, "no signal: the samples of each prompt score alike"),
         ((0.1, 0.0, 0.1, 0.0), (), 1.0, False, "no sample is right, so partial credit is all there is: do SFT first"),
         ((0.0, -1.0, 1.0, -1.0), (2,), 0.5, False, "pay right answers alone"),
-        ((1.0, 0.0, 0.5, 0.5), (0,), 0.0, True, "good: right answers give most"),
+        ((1.0, 0.0, 0.5, 0.5), (0,), 0.0, True, "good: prompts with right answers give most"),
         ((0.0, 0.0, 0.0, 0.0), (0,), 0.0, False, "no signal"),  # right, but the reward does not pay it
     ],
 )
@@ -388,6 +388,28 @@ def test_the_verdict_on_partial_credit_fits_what_there_is(scores, right, value, 
     ]
     verdict = probed(rollouts, by_prompt(rollouts))["verdicts"][4]
     assert (verdict["value"], verdict["good"]) == (pytest.approx(value), good) and said in verdict["words"]
+
+
+@pytest.mark.parametrize(
+    ("scores", "variance_good", "words", "conclusion"),
+    [
+        ((0.1, 0.0, 0.1, 0.0), False, "small, but of most prompts the samples differ", "train: the data has signal"),
+        ((0.1, 0.0, 0.0, 0.0), False, "low: the samples of a prompt score alike", "weak signal: reward variance"),
+        ((1.0, 0.0, 1.0, 0.0), True, "good: the samples of a prompt differ", "train: the data has signal"),
+        ((1.0, -1.0, -1.0, 1.0), False, "right samples earn no more than wrong ones", "mend the reward: right samples"),
+        ((0.0, 1.0, 0.1, 0.4), False, "right samples earn no more than wrong ones", "mend the reward: right samples"),
+    ],
+)
+def test_the_verdict_on_variance_knows_small_scores_and_a_reward_upside_down(scores, variance_good, words, conclusion):
+    """Two prompts, of which each has a right sample, then a wrong one."""
+    rollouts = [
+        Rollout(i // 2, "sampled", i % 2, "", "stop", 1, 0.5, [], "t", "7", {}, {"score": score, "acc": 1 - i % 2})
+        for i, score in enumerate(scores)
+    ]
+    found = probed(rollouts, by_prompt(rollouts))
+    verdict = found["verdicts"][1]
+    assert verdict["good"] is variance_good and words in verdict["words"]
+    assert found["conclusion"].startswith(conclusion)
 
 
 @pytest.mark.medium

@@ -201,6 +201,14 @@ def test_a_warm_up_that_cannot_work_is_counted(counts, said):
     assert said in found and bool(found) == bool(said)
 
 
+def test_wrong_answers_of_different_scores_are_something_to_learn_from():
+    """F1 as the score, the exact set as right."""
+    scores, groups, cut = samples(wrong=64)
+    graded = [each | {"score": place % 5 / 5} for place, each in enumerate(scores)]
+    said = no_signal(graded, groups, cut, SETTINGS)
+    assert "none of 64 samples is right (64 wrong): RL has partial credit alone to learn from; raise SFT_STEPS" in said
+
+
 def test_the_cuts_of_episodes_are_named_by_their_own_variable():
     scores, groups, cut = samples(wrong=10, cut=54)
     scores = [{**each, "cut_turns": float(off)} for each, off in zip(scores, cut, strict=True)]
@@ -373,6 +381,17 @@ def test_a_reward_that_rises_without_right_answers_is_hollow():
     assert found(curve("critic/score/mean", [0.1] * 3 + [0.19] * 4, "answers/right", hollow), 7) == []
 
 
+def test_right_answers_that_fall_while_the_reward_does_not_are_hollow():
+    right = [0.5, 0.5, 0.5, 0.4, 0.2, 0.2, 0.2]
+    stays = found(curve("critic/score/mean", [0.5] * 7, "answers/right", right), 7)
+    assert stays == [("hollow", 6), ("hollow", 7)]
+    rows = {step + 1: FINE | {"critic/score/mean": 0.5, "answers/right": each} for step, each in enumerate(right)}
+    *_, said = findings(rows, SETTINGS)
+    assert said.text.startswith("reward went from 0.5 to 0.5, right answers from 50.0% to 20.0%")
+    falls = [0.5 + 0.7 * (each - 0.5) for each in right]  # a wrong answer earns 0.3: the reward falls with them
+    assert found(curve("critic/score/mean", falls, "answers/right", right), 7) == []
+
+
 def test_a_reward_of_more_than_1_and_a_start_that_is_nearly_always_right_are_not_hollow():
     """With 10 for a right answer 0.4 more right answers earn 4. From 0.96 right on, form is what is left to learn."""
     reward, right = [1.0] * 3 + [5.0] * 3, [0.1] * 3 + [0.5] * 3
@@ -413,6 +432,10 @@ def test_responses_that_fall_to_a_fraction_are_told():
     assert found(curve("response_length/mean", [*lengths[:4], 99.0, 101.0, 99.0]), 7) == []
     cut_off = curve("response_length/mean", lengths, "response_length/clip_ratio", [0.5] * 3)
     assert found(cut_off, 7) == []  # it learned to end
+    right = curve("response_length/mean", lengths, "answers/right", [0.3] * 3 + [0.81] * 4)
+    assert found(right, 7) == []  # of a length penalty: it gives up nothing
+    guesses = curve("response_length/mean", lengths, "answers/right", [0.3] * 3 + [0.6] * 4)
+    assert found(guesses, 7) == [("short", 7)]
 
 
 def test_an_episode_of_fewer_turns_is_no_shorter_thought():

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import time
 from dataclasses import replace
 from functools import partial
@@ -107,6 +108,34 @@ def test_a_word_is_an_answer_with_a_label_and_a_full_stop_too(response, lenient)
 )
 def test_a_letter_before_its_option_and_a_block_of_code_are_answers(truth, response, lenient):
     assert rollout(response, truth, exact).lenient is lenient
+
+
+@pytest.mark.parametrize(
+    ("truth", "response", "lenient"),
+    [
+        ("83.67 km", "The answer is 83.67 km.", True),
+        ("83,67 km", "Antwort: **83,67 km**", True),
+        ("14:30", "It leaves at noon.\nAnswer: 14:30", True),
+        ("3, 1, 2", "Ranking: 3, 1, 2", True),
+        ("3, 1, 2", "Ranking: 3, 2, 1", False),
+        ("十五", "九加六，答案是十五。", True),
+        ("十五", "答案：十五", True),
+        ("十五", "答案：十六。", False),
+    ],
+)
+def test_an_answer_of_several_numbers_or_in_chinese_is_one(truth, response, lenient):
+    assert rollout(response, truth, exact).lenient is lenient
+
+
+@pytest.mark.parametrize("said", ["Ranking: 3, 1, 2", "3 or 4", "<answer>3 4"])
+def test_of_several_numbers_the_reward_may_not_choose(said):
+    def first_number(source, text, truth, extra=None):
+        found = re.match(r"\d+", last_answer(text) or "")
+        right = float(found is not None and found[0] == truth)
+        return {"score": right, "acc": right, "format": float(found is not None)}
+
+    assert rollout(said, "3", first_number).lenient is False
+    assert rollout("The answer is 3.", "3", first_number).lenient is True
 
 
 def test_what_the_reward_can_read_is_left_to_the_reward():
@@ -216,6 +245,47 @@ def test_a_gain_of_form_is_told_from_a_gain_of_skill():
     assert "a gain of skill and a gain of form" in outcome([NO, FORM], [YES, YES])
     assert "a loss of skill and a gain of form" in outcome([FORM, FORM], [YES, NO])
     assert "neither is clear of chance" in outcome([YES, NO], [YES, NO])
+
+
+def graded(scores: list[float], right: list[float], prompts: int = 20) -> list[Rollout]:
+    rewards = [{"score": score, "acc": acc} for score, acc in zip(scores, right, strict=True)]
+    rows = [(index, n, each) for index in range(prompts) for n, each in enumerate(rewards)]
+    return [Rollout(i, SAMPLED, n, "", "stop", 5, 0.1, [], "x", "18", {}, reward) for i, n, reward in rows]
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "said"),
+    [
+        (
+            ([0.3, 0.3], [0, 0]),
+            ([0.7, 0.7], [0, 0]),
+            "score +0.400 [0.400, 0.400]: a gain, without a gain of right answers",
+        ),
+        (([0.7, 0.0], [0, 0]), ([0.3, 0.0], [0, 0]), "score -0.200 [-0.200, -0.200]: a loss, without a loss of right"),
+        (([0.7, 0.0], [0, 0]), ([0.3, 0.0], [1, 0]), "score -0.200 [-0.200, -0.200]: a loss, without a loss of right"),
+        (([-1.0, -1.0], [0, 0]), ([1.0, -1.0], [1, 0]), ""),
+        (([0.3, 0.3], [0, 0]), ([0.3, 0.3], [0, 0]), ""),
+    ],
+)
+def test_a_score_that_changes_without_right_answers_is_told(start, end, said):
+    before, after = graded(*start), graded(*end)
+    lines = tables.outcome(
+        "grpo - sft", {"sft": summarize(before), "grpo": summarize(after)}, differences(before, after)
+    )
+    told = [line for line in lines if line.startswith("score")]
+    assert told == [] if not said else told[0].startswith(said)
+
+
+def test_prompts_of_unequal_numbers_of_samples_are_said_to_be_so():
+    few, more = graded([1.0, 0.0], [1, 0], 2), graded([1.0, 0.0, 0.0, 0.0], [1, 0, 0, 0], 3)
+    assert tables.sizes(summarize([*few, *more[8:]])) == "3 prompts, 2 to 4 samples each"
+    assert tables.sizes(summarize(more)) == "3 prompts, 4 samples each"
+    raised = [replace(more[0], reward=None, error="boom"), *more[1:]]
+    assert tables.sizes(summarize(raised)).startswith("3 prompts, 3 to 4 samples each; 1 completions not counted")
+
+
+def test_no_difference_at_all_is_no_chance():
+    assert outcome([YES, NO], [YES, NO]).splitlines()[0].endswith("p 1.0000 (paired bootstrap): no prompt differs")
 
 
 def test_a_reward_without_format_calls_unreadable_what_a_lenient_reader_alone_finds_right():

@@ -21,7 +21,8 @@ from verl_tasks.rewards.math_answer import find_answer
 LONGEST = 200  # characters of an answer
 READ = 16_384  # characters of a response, the last ones
 _ARITHMETIC = re.compile(r"[0-9+\-*/() .]+")
-_LABEL = re.compile(r"(?i)^.*(?:\banswer is|:)\s+")
+_LABEL = re.compile(r"(?i)^.*(?:\banswer is\s|:\s|：|答案[是为])\s*")
+_NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 _OPTION = re.compile(r"(?<!\w)([A-Z])[).:](?=\s|$)")  # B) Oslo
 _FENCED = re.compile(r"```\w*\n(.*?)```", re.DOTALL)
 _MARKUP = re.compile(r"</?\w{1,20}>|[*_`$#]+")
@@ -46,10 +47,8 @@ def _answers(response: str) -> Iterator[str]:
     if said:
         yield _arithmetic(said)
         yield from _FENCED.findall(said)[-1:]
-        line = _MARKUP.sub("", said.splitlines()[-1])
-        if not re.search(r"\d\D+\d", line):  # of several numbers a reward may take the first
-            yield line
-            yield _LABEL.sub("", line).strip(" .!()[]'\"")
+        yield (line := _MARKUP.sub("", said.splitlines()[-1]))
+        yield _LABEL.sub("", line).strip(" .!()[]'\"。")
         if len(options := set(_OPTION.findall(line))) == 1:
             yield from options
 
@@ -72,8 +71,8 @@ def readings(response: str) -> list[str]:
 
 
 def reads_right(response: str, right: Callable[[str], bool]) -> bool:
-    """Whether a reading of ``response`` is ``right``, and not because an answer that says nothing would be too. A
-    reading on which ``right`` raises is not right."""
+    """Whether a reading of ``response`` is ``right``, and not because an answer that says nothing would be too, or
+    one of its several numbers alone. A reading on which ``right`` raises is not right."""
 
     def safely(text: str) -> bool:
         try:
@@ -81,7 +80,12 @@ def reads_right(response: str, right: Callable[[str], bool]) -> bool:
         except Exception:
             return False
 
-    return any(map(safely, readings(response))) and not safely(_form("", "-"))
+    def hedges(text: str) -> bool:  # of several numbers a reward may take the first
+        _, form, answer = text.rpartition("\n#### ")
+        numbers = dict.fromkeys(_NUMBER.findall(answer)) if form else ()
+        return len(numbers) > 1 and any(safely(text.replace(answer, each)) for each in numbers)
+
+    return any(safely(text) and not hedges(text) for text in readings(response)) and not safely(_form("", "-"))
 
 
 def read(rollouts: list[Rollout], compute_score: Callable | None, environment: type | None) -> list[Rollout]:

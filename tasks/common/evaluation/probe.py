@@ -22,6 +22,8 @@ from verl_tasks.settings import Command, Settings, SettingsError, artifacts
 
 RARE = 0.03  # accuracy of a start below which RL sees too few right answers; from 0.042 it learned (docs/TUNING.md)
 MOSTLY = 0.5  # share of samples that are cut off above which that is why few are right
+UPSIDE_DOWN = "right samples earn no more than wrong ones of the same prompt"
+SMALL = "small, but of most prompts the samples differ: enough where a method divides by their deviation, as GRPO does"
 VERDICT_HEADER = ["", "", "value", "good range", "meaning"]
 
 
@@ -58,6 +60,13 @@ def partial_credit(prompts: pd.DataFrame) -> float:
     return float(prompts.loc[prompts["accuracy"] == 0, "pull"].sum() / whole) if whole else 0.0
 
 
+def premium(rollouts: list[Rollout]) -> float:
+    """What right samples earn more than wrong ones of the same prompt, in the mean; NaN where no prompt has both."""
+    scored = [(r["index"], r["reward"]["acc"] > 0, r["reward"]["score"]) for r in summary.as_dicts(rollouts)]
+    table = pd.DataFrame(scored, columns=["index", "right", "score"]).pivot_table("score", "index", "right")
+    return float(np.mean(table.get(True, np.nan) - table.get(False, np.nan)))
+
+
 def verdicts(
     accuracy: float,
     variance: float,
@@ -65,12 +74,13 @@ def verdicts(
     zero_variance: float,
     partial: float,
     truncated: float,
+    earns: float = np.nan,
     cuts: str = "",
     warmed: bool = False,
 ) -> list[Verdict]:
     """The values against the thresholds that practitioners use; all but entropy (nats) and variance are shares.
 
-    ``cuts``: what cut responses off (ends.py, advice). ``warmed``: the model is a warm-up."""
+    ``earns``: the ``premium``. ``cuts``: what cut responses off (ends.py, advice). ``warmed``: it is a warm-up."""
     first = f"{_first(warmed)}, or take easier data"
     hidden = "low, as most samples are cut off (below)" if truncated > MOSTLY else ""
     accuracy_words = (
@@ -80,7 +90,12 @@ def verdicts(
         "high: little is left to learn; harder data, or FILTER=1",
         "too easy for this model: take harder data",
     )[(accuracy >= RARE) + (accuracy >= 0.1) + (accuracy > 0.8) + (accuracy > 0.95)]
-    variance_words = ("low: the samples of a prompt score alike", "good: the samples of a prompt differ in reward")
+    upside_down, differ = earns <= 0 and zero_variance < 1, zero_variance < 0.5
+    variance_words = "good: the samples of a prompt differ in reward"
+    if upside_down:
+        variance_words = UPSIDE_DOWN
+    elif variance <= 0.05:
+        variance_words = SMALL if differ else "low: the samples of a prompt score alike"
     entropy_words = (
         "low: it repeats itself, RL finds nothing new",
         "good: it explores",
@@ -95,13 +110,13 @@ def verdicts(
     else:
         lacking = "from partial credit alone: unless scores have degrees, it may teach to give up; "
         lacking += "pay right answers alone"
-    partial_words = lacking, "good: right answers give most of what GRPO learns"
+    partial_words = lacking, "good: prompts with right answers give most of what GRPO learns"
     cut_words = (f"cut off, so the reward sees no answer: {cuts}", "few responses are cut")
     of_right = partial < 0.5 and zero_variance < 1
-    good = variance > 0.05, 0.2 <= entropy <= 0.8, zero_variance < 0.5, of_right, truncated < 0.3
+    good = variance > 0.05 and not upside_down, 0.2 <= entropy <= 0.8, differ, of_right, truncated < 0.3
     return [
         Verdict("accuracy", accuracy, "0.10 to 0.80", 0.1 <= accuracy <= 0.8, accuracy_words),
-        Verdict("reward variance", variance, "above 0.05", good[0], variance_words[good[0]]),
+        Verdict("reward variance", variance, "above 0.05", good[0], variance_words),
         Verdict("entropy (nats)", entropy, "0.20 to 0.80", good[1], entropy_words),
         Verdict("groups with zero variance", zero_variance, "below 0.50", good[2], zero_words[good[2]]),
         Verdict("signal without a right answer", partial, "below 0.50", good[3], partial_words[good[3]]),
@@ -123,7 +138,7 @@ def _first(warmed: bool) -> str:
 
 def conclusion(found: list[Verdict], cuts: str = "", warmed: bool = False) -> str:
     """One sentence over all verdicts; ``cuts`` and ``warmed`` as above."""
-    accuracy, variance, *_, truncated = found
+    accuracy, variance, _, zero, *_, truncated = found
     bad = [verdict.name for verdict in found if not verdict.good]
     if accuracy.value < RARE and truncated.value > MOSTLY:
         return f"most samples are cut off ({cuts}), so few are right; where the limits fit the task, {_first(warmed)}"
@@ -131,9 +146,12 @@ def conclusion(found: list[Verdict], cuts: str = "", warmed: bool = False) -> st
         return f"{_first(warmed)}: this model is almost never right, RL has nothing to reinforce"
     if accuracy.value > 0.95:
         return "take harder data: this model is almost always right"
-    if accuracy.good and variance.good:
+    if variance.words == UPSIDE_DOWN:
+        return f"mend the reward: {UPSIDE_DOWN}"
+    weak = [each.name for each in (accuracy, variance) if not each.good and not (each is variance and zero.good)]
+    if not weak:
         return "train: the data has signal for this model" + (f"; watch {', '.join(bad)}" if bad else "")
-    return "weak signal: " + ", ".join(name for name in bad if name in (accuracy.name, variance.name))
+    return f"weak signal: {', '.join(weak)}"
 
 
 def probed(
@@ -148,7 +166,9 @@ def probed(
     zero = float((prompts["variance"] == 0).mean())
     means = {name: float(prompts[name].mean()) for name in ("accuracy", "variance", "entropy", "truncated")}
     cuts = advice((rollout.finish_reason for rollout in rollouts), limits)
-    found = verdicts(**means, zero_variance=zero, partial=partial_credit(prompts), cuts=cuts, warmed=warmed)
+    found = verdicts(
+        **means, zero_variance=zero, partial=partial_credit(prompts), earns=premium(rollouts), cuts=cuts, warmed=warmed
+    )
     of = summary.conversations_of(rollouts)[prompts.index]
     estimates = {
         "accuracy": summary.estimate(prompts["accuracy"].rename("pass@1"), rollouts, of),

@@ -1,5 +1,6 @@
 """Metrics of a model's rollouts, and paired differences of two models: the same for every report."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
@@ -163,6 +164,7 @@ def summarize(rollouts: list[Rollout], own_metrics: OwnMetrics | None = None, mo
 
     ``conversations``, where there are fewer than prompts: some prompts are turns of one (`extra_info.key`), and the
     intervals are of conversations; of prompts where there is one conversation.
+    ``fewest``: scored samples of a prompt, where not all have ``samples``.
     ``left_out``: prompts that were too long to sample. ``errors``: completions on which the reward raised. Neither
     counts in a metric. The task's own metrics come last in ``metrics``. ``most``: see ``estimate``.
     """
@@ -171,10 +173,13 @@ def summarize(rollouts: list[Rollout], own_metrics: OwnMetrics | None = None, mo
     own, resampled = _own(own_metrics, rollouts, {*table.index})
     metrics |= {name: _with_interval(value, resampled[name]) for name, value in own.items()}
     conversations = of[table.index].nunique()
+    samples = max((r.sample + 1 for r in rollouts if r.mode == SAMPLED), default=0)
+    fewest = min(Counter(row["index"] for row in as_dicts(rollouts)).values(), default=samples)
     return {
         "prompts": len(table),
         **({"conversations": conversations} if conversations < len(table) else {}),
-        "samples": max((r.sample + 1 for r in rollouts if r.mode == SAMPLED), default=0),
+        "samples": samples,
+        **({"fewest": fewest} if fewest < samples else {}),
         "left_out": len({r.index for r in rollouts if r.finish_reason == TOO_LONG}),
         "errors": sum(bool(r.error) for r in rollouts),
         "metrics": {name: asdict(value) for name, value in metrics.items()},

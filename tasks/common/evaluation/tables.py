@@ -21,7 +21,8 @@ SLOW = 0.05  # of the episodes out of time: they may move a mean by more than mo
 def sizes(summary: dict) -> str:
     """The numbers of prompts and samples of a summary, with what could not be counted."""
     of = f" of {summary['conversations']} conversations" if "conversations" in summary else ""
-    text = f"{summary['prompts']} prompts{of}, {summary['samples']} samples each"
+    fewest = f"{summary['fewest']} to " if "fewest" in summary else ""
+    text = f"{summary['prompts']} prompts{of}, {fewest}{summary['samples']} samples each"
     if summary["left_out"]:
         text += f"; {summary['left_out']} prompts left out (longer than MAX_PROMPT_LENGTH)"
     if summary["errors"]:
@@ -42,6 +43,8 @@ def verdict(change: Difference) -> str:
     """GAIN or LOSS where the 95 % interval excludes 0 and the test's p-value is below 0.05; else why it is neither. The
     percentile interval of a few prompts of one sign excludes 0 whatever their number; the test does not."""
     low, high = change.difference.low, change.difference.high
+    if low == high == 0:
+        return "no prompt differs"
     if low <= 0 <= high:
         return "the interval includes 0, so this may be chance"
     if change.p_value >= 0.05:
@@ -70,6 +73,19 @@ def parts(changes: dict[str, Difference] | None) -> str:
     return f"of it, {shares}: {' and '.join(clear) or 'neither is clear of chance'}"
 
 
+def of_score(changes: dict[str, Difference] | None) -> str:
+    """A clear difference of the score that pass@1 does not have, in one line: partial credit, or a hole. Empty without
+    one, and for one sample a prompt, where two tests may differ on the same answers."""
+    score, right = ((changes or {}).get(name) for name in ("score", "pass@1"))
+    if not score or not right or score.test != right.test:
+        return ""
+    judged = verdict(score)
+    if judged not in (GAIN, LOSS) or judged == verdict(right):
+        return ""
+    text = f"score {score.difference.signed()}: {judged}, without {judged} of right answers"
+    return f"{text}; look at what else the reward pays"
+
+
 def answers(summaries: dict[str, dict]) -> str:
     """What became of each model's samples, in one line. Empty for a stage's own metrics."""
     texts = []
@@ -93,8 +109,9 @@ def out_of_time(summaries: dict[str, dict]) -> str:
 
 
 def outcome(pair: str, summaries: dict[str, dict], changes: dict[str, Difference] | None) -> list[str]:
-    """The lines below a table of models: the difference, its parts, and the answers of each model."""
-    return list(filter(None, [gain(pair, changes), parts(changes), answers(summaries), out_of_time(summaries)]))
+    """The lines below a table of models: the difference, its parts, what else the score says, and all answers."""
+    differ = [gain(pair, changes), parts(changes), of_score(changes)]
+    return list(filter(None, [*differ, answers(summaries), out_of_time(summaries)]))
 
 
 def gained_text(test: dict) -> str:

@@ -42,7 +42,7 @@ RISE, EXPLAINED = 0.1, 0.2  # of the mean reward; the least share of it that rig
 SHORT = 1 / 3  # of the start's response length
 ALIKE = 0.5  # share of the prompts
 SOLVED = 0.95  # share of right answers from which on samples are alike because they are right
-NARROW, SURE = 0.1, 0.8  # of the start's entropy; the share of right answers from which on a policy may be sure of them
+NARROW, SURE = 0.1, 0.8  # of the start's entropy; the share of right answers from which on it may be sure, or short
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,13 @@ class AbortedError(RuntimeError):
 
 
 def no_signal(scores: list[dict], groups: list, cut: list[bool], s: Settings) -> str:
-    """Why RL has nothing to learn from the first rollouts after a warm-up; empty where it has.
+    """Why RL has nothing, or partial credit alone, to learn from the first rollouts after a warm-up; else empty.
     ``scores``: of each sample, with ``acc`` and perhaps ``format``; ``groups``: its prompt; ``cut``: cut off."""
     of = defaultdict(set)
     for group, each in zip(groups, scores, strict=True):
         of[group].add(each["score"])
-    right = sum(each["acc"] >= 1 for each in scores)
-    if right and (s.ROLLOUT_N == 1 or s.METHOD == "ppo" or any(len(found) > 1 for found in of.values())):
+    right, differ = sum(each["acc"] >= 1 for each in scores), any(len(found) > 1 for found in of.values())
+    if right and (s.ROLLOUT_N == 1 or s.METHOD == "ppo" or differ):
         return ""
     lost = [(each, off) for each, off in zip(scores, cut, strict=True) if each["acc"] < 1]
     off = sum(off for _, off in lost)
@@ -110,7 +110,8 @@ def no_signal(scores: list[dict], groups: list, cut: list[bool], s: Settings) ->
     said = ", ".join(f"{count} {name}" for name, count in counts.items() if count > 0)
     what = f"none of {len(scores)} samples is right" if not right else f"all {len(of)} groups have one reward"
     first = f"raise SFT_STEPS={s.SFT_STEPS}" if not right else "raise TEMPERATURE or ROLLOUT_N"
-    return f"after the warm-up {what} ({said or 'all right'}): RL has nothing to learn from; {first}, or {way}"
+    lesson = "partial credit alone" if differ else "nothing"
+    return f"after the warm-up {what} ({said or 'all right'}): RL has {lesson} to learn from; {first}, or {way}"
 
 
 def stop_without_signal(run_dir: Path, reason: str) -> NoReturn:
@@ -320,11 +321,13 @@ def _hollow(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
     rows = [*before, row]
     (first, last), (wrong, right) = (_ends(key, rows) for key in ("critic/score/mean", "answers/right"))
     # A right answer earns 1, or what the scores span where that is more. Where nearly all are right, few can become so.
-    rise = (last - first) / (row["highest"] - row["lowest"])
-    if rise > RISE and right - wrong < EXPLAINED * min(rise, 1 - wrong):
+    rise, more = (last - first) / (row["highest"] - row["lowest"]), right - wrong
+    hollow = rise > RISE and more < EXPLAINED * min(rise, 1 - wrong)
+    if hollow or (more < -RISE and rise > more / 2):
         yield (
-            f"reward rose from {first:.3g} to {last:.3g}, right answers from {wrong:.1%} to {right:.1%}: the policy "
-            "learns what the reward pays besides; look at the rollouts, run make attack, pay less partial credit"
+            f"reward {'rose' if hollow else 'went'} from {first:.3g} to {last:.3g}, right answers from {wrong:.1%} to "
+            f"{right:.1%}: the policy learns what the reward pays besides; look at the rollouts, run make attack, pay "
+            "less partial credit"
         )
 
 
@@ -339,8 +342,9 @@ def _short(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
 
     rows = [*before, row]
     first = mean(map(length, rows[:FIRST]))
-    # Where many were cut off at the start, the policy has to learn to end.
+    # Where many were cut off at the start, the policy has to learn to end. Where most are right, it gives up nothing.
     long = len(rows) >= 2 * FIRST and not mean(map(cut, rows[:FIRST])) > TRUNCATED
+    long = long and row.get("answers/right", 0.0) < SURE
     if long and _for_steps(FIRST, row, before, lambda each: length(each) < SHORT * first):
         yield (
             f"{'turns' if 'episode/turns' in row else 'responses'} of {length(row):.0f} tokens in the mean, "
