@@ -150,6 +150,8 @@ def test_a_line_says_what_starts_anew_and_why(s, code, capsys):
     prepare(s, toy(12))
     assert begin("sft", s)[1] == f"  sft starts anew: demonstrations changed since {sft}\n"
     prepare(s, toy())
+    assert begin("rl", replace(s, RUN="again")) == ("again", "")  # the user's name alone is new
+    os.utime(artifacts() / "runs/countdown/again/settings.json", (0, 0))
     code("reward.py")
     names = (f"{rl}-step1-0a", f"{rl}-step2-0b", "another-model-0c")  # from the oldest on
     stored = [artifacts() / f"eval/countdown/{name}/rollouts.jsonl" for name in names]

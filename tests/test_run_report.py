@@ -464,6 +464,7 @@ def test_the_newest_run_of_rl_or_dpo_is_taken(settings):
         launch = launches.launches(make_run(settings, name, kind=kind, metrics={1: STEP}))[-1]
         noted = json.loads((launch / "launch.json").read_text())
         (launch / "launch.json").write_text(json.dumps(noted | {"date": f"{date}T00:00:00+00:00"}))
+    make_run(settings, "failed")  # begun today, and ended before its first step
     assert run_report.chosen("countdown", "").name == "new"
     assert run_report.chosen("countdown", "sft-1").name == "sft-1"
     with pytest.raises(SettingsError, match=r"^no RL or DPO run in [^\n]*gsm8k yet: run `make train TASK=gsm8k`$"):

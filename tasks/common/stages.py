@@ -65,7 +65,7 @@ STAGES = {
     "data": Stage(_BEFORE, "prepare the task's data", ("data",), plans=True, writes=("data",)),
     "attack": Stage(
         _BEFORE,
-        "search SECONDS=120 for wrong answers that earn reward; exit code 1 if any",
+        "search SECONDS=120 for wrong answers that earn reward; fails if it finds some",
         ("data", "attack"),
         gpu=True,
         plans=True,

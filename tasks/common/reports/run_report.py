@@ -95,13 +95,14 @@ class Section:
 
 
 def chosen(task: str, name: str) -> Path:
-    """The run ``name`` of ``task``; without a name its newest RL or DPO run. Raises SettingsError."""
+    """The run ``name`` of ``task``; without a name its newest RL or DPO run, with a step where one has any.
+    Raises SettingsError."""
     if name:
         return named(name, task)
     runs = [run for run in all_runs(task) if recorded(run)["kind"] == "rl"]
     if not runs:
         raise SettingsError(f"no RL or DPO run in {artifacts() / 'runs' / task} yet: run `make train TASK={task}`")
-    return max(runs, key=started)
+    return max(runs, key=lambda run: (bool(read_metrics(run, strict=False)), started(run)))
 
 
 def began_with(run_dir: Path) -> dict[str, str]:

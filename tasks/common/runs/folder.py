@@ -56,7 +56,7 @@ def note(run: Run, kind: str, s: Settings, start: str, arguments: Sequence[str] 
     """``record`` what this command's ``run`` is trained from. Says in a line why it is none of before, and what is
     known of a changed reward already."""
     before, changed = ("", {}) if "round" in run.identity else anew(run, kind)
-    if before:
+    if changed:
         why = f"{', '.join(changed.values())} since {before}"
         print(f"  {'train' if kind == 'rl' else kind} starts anew: {why}", flush=True)
         if "reward" in changed and not s.multi_turn:  # other models' samples are not its own (sample.py, model_name)
