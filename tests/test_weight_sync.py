@@ -197,7 +197,7 @@ def test_a_head_that_is_tied_is_not_sent(own_sockets, monkeypatch, kind, tied):
     assert sent == [*own][: 2 - tied]
 
 
-KINDS = {"mixtral": True, "phimoe": True, "qwen3_moe": False, "llama": False}
+KINDS = {"mixtral": True, "phimoe": True, "hrm_text": True, "qwen3_moe": False, "llama": False}
 
 
 @pytest.mark.parametrize(("kind", "renamed"), KINDS.items())
@@ -215,6 +215,49 @@ def test_weights_are_sent_by_the_names_that_a_checkpoint_has(module, kind, renam
     sent = dict(module.as_published(iter(own.items()), config))
     assert set(sent) == set(published if renamed else own)
     assert all(torch.equal(sent[name], (published if renamed else own)[name]) for name in sent)
+    if kind == "hrm_text":  # one published tensor of four
+        own.pop(next(name for name in own if name.endswith("k_proj.weight")))
+        with pytest.raises(module.WeightSyncError, match="no whole .*gqkv_proj.weight for vLLM: the trainer has only "):
+            list(module.as_published(iter(own.items()), config))
+
+
+@pytest.mark.medium
+def test_weights_that_are_broadcast_get_these_names_too(own_sockets, monkeypatch):
+    """ASYNC=separate: they come one by one, from other GPUs, and each is sent on before the next comes."""
+    import asyncio
+    from types import SimpleNamespace
+
+    from transformers import AutoConfig
+    from verl.utils.device import get_torch_device
+
+    from verl_tasks.verl_plugins import broadcast
+
+    place = "model.layers.0.mlp"
+    here = {f"{place}.gate.weight": torch.ones(4, 6), f"{place}.experts.gate_up_proj": torch.ones(4, 10, 6)}
+    engine, order = broadcast.Broadcast(1), []
+    texts = [*(broadcast.header(*each).encode() for each in here.items()), broadcast.LAST.encode()]
+
+    def get(key):
+        order.append("asked")
+        return texts.pop(0)
+
+    engine._store = SimpleNamespace(get=get)
+    engine._group = SimpleNamespace(broadcast=lambda tensor, rank: SimpleNamespace(wait=lambda: None))
+    monkeypatch.setattr(broadcast, "get_torch_device", lambda: SimpleNamespace(current_device=lambda: "cpu"))
+
+    async def update(self, weights, **kwargs):
+        order.extend(name for name, _ in weights)
+
+    monkeypatch.setattr(own_sockets.ServerAdapter, "update_weights", update)
+    monkeypatch.setattr(own_sockets, "waits_for", lambda *words: None)
+    adapter = object.__new__(own_sockets.OwnSocketAdapter)
+    adapter.model_config = SimpleNamespace(hf_config=AutoConfig.for_model("mixtral", num_local_experts=4))
+    adapter.config, adapter._has_server = SimpleNamespace(dtype="bfloat16"), False
+    adapter.replica_rank, adapter._agreement = 0, SimpleNamespace(due=True)
+    asyncio.run(adapter.update_weights(engine.receive_weights(), 0))
+    experts = [f"experts.{number}.{part}" for part in ("w1", "w3") for number in range(4)]
+    names = [f"model.layers.0.block_sparse_moe.{each}.weight" for each in ("gate", *experts)]
+    assert order == ["asked", names[0], "asked", *names[1:], "asked"]
 
 
 def test_verl_and_vllm_take_these_classes(own_sockets):

@@ -13,7 +13,12 @@ from types import SimpleNamespace
 
 import torch
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, revert_weight_conversion
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
 
 from verl_tasks.leftovers import LAUNCH
 
@@ -53,13 +58,25 @@ def passing(
 
 
 def as_published(weights: Iterable[tuple[str, torch.Tensor]], config) -> Iterator[tuple[str, torch.Tensor]]:
-    """``weights`` as checkpoints of a family of experts name and cut them, if transformers 5 has other names for parts
-    of it (Mixtral, Phi-3.5-MoE): vLLM's loaders know the published ones alone. ``config``: the model's."""
+    """``weights`` as checkpoints of a family name and cut them, if transformers 5 has other names for parts of it
+    (Mixtral, Phi-3.5-MoE): vLLM's loaders know the published ones alone. Only the parts of one published tensor are
+    held together (HRM-Text). ``config``: the model's."""
     changes = get_checkpoint_conversion_mapping(config.model_type) or []
+    if not any(type(change) is WeightRenaming for change in changes):  # its subclass changes a prefix that vLLM knows
+        yield from weights
+        return
     model = SimpleNamespace(_weight_conversions=changes, config=config)
-    renamed = any(type(change) is WeightRenaming for change in changes)  # its subclass changes a prefix that vLLM knows
+    back = [change.reverse_transform() for change in reversed(changes) if isinstance(change, WeightConverter)]
+    wanted = {pattern: len(each.source_patterns) for each in back for pattern in each.source_patterns}
+    held: dict[str, dict[str, torch.Tensor]] = {}
     for name, weight in weights:
-        yield from revert_weight_conversion(model, {name: weight}).items() if renamed else ((name, weight),)
+        published, pattern = rename_source_key(name, [], back)
+        parts = held.setdefault(published, {})
+        parts[name] = weight
+        if len(parts) == wanted.get(pattern, 1):
+            yield from revert_weight_conversion(model, held.pop(published)).items()
+    if held:
+        raise WeightSyncError(f"no whole {min(held)} for vLLM: the trainer has only {', '.join(held[min(held)])}")
 
 
 def of_model(model: torch.nn.Module) -> Sums:
