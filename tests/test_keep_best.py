@@ -189,22 +189,6 @@ def test_what_a_crash_left_goes_and_the_last_whole_one_never(tmp_path):
     assert folders(tmp_path) == ["global_step_8"] and last_step(tmp_path) == 8
 
 
-def test_a_kill_before_the_prompts_under_way_are_written_leaves_no_whole_checkpoint(tmp_path):
-    """ASYNC's first one: no tracker names another. A resume without the prompts would never train them."""
-    write_whole(tmp_path, [2])
-    made, path = replace(load_settings(VALUES), ASYNC="colocate"), tmp_path / "checkpoints/global_step_2"
-    folder.record(tmp_path, "rl", "x", made, "start", [])
-    tracker(tmp_path).unlink()
-    assert last_step(tmp_path) == 0
-    (path / "transfer_queue.tmp").mkdir()
-    assert last_step(tmp_path) == 0
-    (path / "transfer_queue.tmp").rename(path / "transfer_queue")
-    assert last_step(tmp_path) == 2
-    (path / "transfer_queue").rmdir()
-    folder.record(tmp_path, "sft", "x", made, "start", [])
-    assert last_step(tmp_path) == 2  # a warm-up has no prompts
-
-
 def test_nothing_goes_without_a_whole_checkpoint(tmp_path):
     write_whole(tmp_path, [2, 4])
     for step in (2, 4):

@@ -217,7 +217,7 @@ def test_weights_are_sent_by_the_names_that_a_checkpoint_has(module, kind, renam
     assert all(torch.equal(sent[name], (published if renamed else own)[name]) for name in sent)
     if kind == "hrm_text":  # one published tensor of four
         own.pop(next(name for name in own if name.endswith("k_proj.weight")))
-        with pytest.raises(module.WeightSyncError, match="no whole .*gqkv_proj.weight for vLLM: the trainer has only "):
+        with pytest.raises(module.WeightSyncError, match=r"no whole .*gqkv_proj\.weight for vLLM: the trainer has "):
             list(module.as_published(iter(own.items()), config))
 
 
@@ -228,7 +228,6 @@ def test_weights_that_are_broadcast_get_these_names_too(own_sockets, monkeypatch
     from types import SimpleNamespace
 
     from transformers import AutoConfig
-    from verl.utils.device import get_torch_device
 
     from verl_tasks.verl_plugins import broadcast
 

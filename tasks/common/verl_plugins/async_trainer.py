@@ -4,6 +4,8 @@ A step adds a batch of prompts to one that is under way, and trains on the first
 interrupts the other responses, which go on with the new weights. launch/plan.py has every verl process load it.
 """
 
+from pathlib import Path
+
 import transfer_queue as tq
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, register_trainer
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
@@ -17,8 +19,7 @@ from verl_tasks.verl_plugins.trainer import CheckedTrainer
 expect(PPOTrainer._reissue_inflight_prompts, 'tag.get("status") in ("pending", "running")')
 expect(PPOTrainer._load_checkpoint, "self._restored_tq_prompt_count = ")
 expect(PPOTrainer.prepare_step, "self._add_batch_to_generate()")
-expect(PPOTrainer._save_checkpoint, "tq.save_checkpoint(")
-expect(tq.save_checkpoint, "tmp_dir.rename(checkpoint_dir)")  # runs/checkpoint.py
+expect(PPOTrainer._save_checkpoint, 'if self.trainer_mode != "sync":', '(local_global_step_folder, "transfer_queue")')
 expect(ReplayBufferAsync.wait_for_sampleable, "self._has_enough_samples(global_steps, partition_id, target_count, s")
 expect(ReplayBuffer._select_prompt_uids, "prompt_global_steps_snapshot.get(key, 0)", "ordered_keys[:batch_size]")
 
@@ -67,6 +68,16 @@ class OlderSamples(CheckedTrainer):
         ahead = self.config.trainer.v1[self.MODE].num_warmup_batches
         if restored < (ahead + 1) * self.config.data.train_batch_size:
             super()._add_batch_to_generate()
+
+    def _save_checkpoint(self):
+        """verl's, with the prompts under way first: a kill, or a full disk, would leave all but them."""
+        folder = Path(self.config.trainer.default_local_dir, f"global_step_{self.global_steps}")
+        tq.save_checkpoint(folder / "transfer_queue", metadata={"global_steps": self.global_steps})
+        self.MODE = "sync"  # verl's way of leaving them out
+        try:
+            super()._save_checkpoint()
+        finally:
+            del self.MODE
 
     def _rewind(self, data):
         """Nothing was drawn that the checkpoint has not."""
