@@ -120,12 +120,15 @@ def test_prompts_that_failed_are_sampled_again_after_a_resume(monkeypatch):
     trainer, put, again = object.__new__(async_trainer.AsyncTrainer), mock.Mock(), mock.Mock()
     tags = {"a": "failure", "b": "running", "c": "finished"}
     saved = {name: {"is_prompt": True, "status": status, "global_steps": 3} for name, status in tags.items()}
-    saved["a_0_0"] = {"status": "success"}
+    saved |= {name: {"status": "success"} for name in ("a_0_0", "c_1_0", "trained_0_0", "trained_1_0")}
     monkeypatch.setattr(async_trainer.tq, "kv_list", lambda partition: {partition: saved})
     monkeypatch.setattr(async_trainer.tq, "kv_batch_put", put)
+    monkeypatch.setattr(async_trainer.tq, "kv_clear", clear := mock.Mock())
     monkeypatch.setattr(async_trainer.PPOTrainer, "_reissue_inflight_prompts", again)
     trainer._reissue_inflight_prompts()
     assert put.call_args.kwargs == {"keys": ["a"], "partition_id": "train", "tags": [{"status": "pending"}]}
+    # Else each resume would leave a step's responses in the memory and in all later checkpoints.
+    clear.assert_called_once_with(keys=["trained_0_0", "trained_1_0"], partition_id="train")
     again.assert_called_once()  # verl's, which begins those that are pending
     trainer.train_dataloader = loader = object()
     trainer._rewind({})

@@ -17,6 +17,7 @@ from verl_tasks.verl_plugins.staleness import VersionedClient, figures, in_time
 from verl_tasks.verl_plugins.trainer import CheckedTrainer
 
 expect(PPOTrainer._reissue_inflight_prompts, 'tag.get("status") in ("pending", "running")')
+expect(PPOTrainer.fit, "tq.kv_clear(keys=batch.keys, partition_id=batch.partition_id)")
 expect(PPOTrainer._load_checkpoint, "self._restored_tq_prompt_count = ")
 expect(PPOTrainer.prepare_step, "self._add_batch_to_generate()")
 expect(PPOTrainer._save_checkpoint, 'if self.trainer_mode != "sync":', '(local_global_step_folder, "transfer_queue")')
@@ -55,9 +56,13 @@ class OlderSamples(CheckedTrainer):
         return buffer
 
     def _reissue_inflight_prompts(self, partition_id="train"):
-        """A checkpoint has the prompts that are under way; a resume samples them again, with those that failed."""
+        """A checkpoint has the prompts that are under way; a resume samples them again, with those that failed. It also
+        has the responses of its own step, which verl clears later: they are trained."""
         tags = (tq.kv_list(partition_id) or {}).get(partition_id, {})
-        failed = [key for key, tag in tags.items() if tag.get("is_prompt") and tag["status"] == "failure"]
+        prompts = {key: tag["status"] for key, tag in tags.items() if tag.get("is_prompt")}
+        if trained := [key for key in tags if key.split("_")[0] not in prompts]:
+            tq.kv_clear(keys=trained, partition_id=partition_id)
+        failed = [key for key, status in prompts.items() if status == "failure"]
         if failed:
             tq.kv_batch_put(keys=failed, partition_id=partition_id, tags=[{"status": "pending"} for _ in failed])
         return super()._reissue_inflight_prompts(partition_id)
