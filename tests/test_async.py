@@ -1,6 +1,6 @@
 """ASYNC=colocate: a response goes on over an update, its tokens are trained with weights, and a killed run goes on."""
 
-from dataclasses import replace
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -10,7 +10,6 @@ from omegaconf import OmegaConf
 
 from tests.helpers import SMALL, kill_after_a_checkpoint, make, steps_logged, write_shards
 from tests.test_settings import VALUES
-from verl_tasks.runs.folder import record
 from verl_tasks.runs.run import Run, read_metrics
 from verl_tasks.settings import SettingsError, load_settings
 
@@ -121,36 +120,46 @@ def test_prompts_that_failed_are_sampled_again_after_a_resume(monkeypatch):
     trainer, put, again = object.__new__(async_trainer.AsyncTrainer), mock.Mock(), mock.Mock()
     tags = {"a": "failure", "b": "running", "c": "finished"}
     saved = {name: {"is_prompt": True, "status": status, "global_steps": 3} for name, status in tags.items()}
-    saved["a_0_0"] = {"status": "success"}
+    saved |= {name: {"status": "success"} for name in ("a_0_0", "c_1_0", "trained_0_0", "trained_1_0")}
     monkeypatch.setattr(async_trainer.tq, "kv_list", lambda partition: {partition: saved})
     monkeypatch.setattr(async_trainer.tq, "kv_batch_put", put)
+    monkeypatch.setattr(async_trainer.tq, "kv_clear", clear := mock.Mock())
     monkeypatch.setattr(async_trainer.PPOTrainer, "_reissue_inflight_prompts", again)
     trainer._reissue_inflight_prompts()
     assert put.call_args.kwargs == {"keys": ["a"], "partition_id": "train", "tags": [{"status": "pending"}]}
+    # Else each resume would leave a step's responses in the memory and in all later checkpoints.
+    clear.assert_called_once_with(keys=["trained_0_0", "trained_1_0"], partition_id="train")
     again.assert_called_once()  # verl's, which begins those that are pending
     trainer.train_dataloader = loader = object()
     trainer._rewind({})
     assert trainer.train_dataloader is loader  # its prompts are in the checkpoint
 
 
-def test_a_checkpoint_whose_prompts_under_way_could_not_be_written_is_not_whole(tmp_path, monkeypatch):
-    """verl writes them last, and a full disk leaves the rest."""
-    from verl_tasks.verl_plugins import async_trainer
+@pytest.mark.parametrize("broken", ["prompts", "weights", ""])
+def test_a_checkpoint_that_is_whole_has_its_prompts_under_way(tmp_path, monkeypatch, broken):
+    """verl writes them last. A first checkpoint without them was not resumed from, though its weights were there."""
+    from verl_tasks.verl_plugins import async_trainer, keep_best
 
-    record(tmp_path, "rl", "x", replace(load_settings(VALUES), ASYNC="colocate"), "start", [])
+    def full(*args, **kwargs):
+        raise OSError(28, "full")
+
+    def prompts(path, metadata):
+        assert not path.exists() and metadata == {"global_steps": 2}
+        path.mkdir(parents=True)
+
     trainer, workers = object.__new__(async_trainer.AsyncTrainer), mock.Mock()
-    workers.save_checkpoint = lambda path, *args, **kwargs: write_shards(Path(path))
+    workers.save_checkpoint = full if broken == "weights" else lambda path, *args, **kwargs: write_shards(Path(path))
     own = {"default_local_dir": str(tmp_path / "checkpoints"), "default_hdfs_dir": None}
     trainer.config = OmegaConf.create({"trainer": own, "actor_rollout_ref": {"actor": {}}})
     trainer.actor_rollout_wg, trainer.use_critic, trainer.global_steps = workers, False, 2
     trainer.train_dataloader, trainer.checkpoint_callback = mock.Mock(state_dict=dict), mock.Mock()
-    monkeypatch.setattr(async_trainer.tq, "save_checkpoint", mock.Mock(side_effect=OSError(28, "full")))
-    with pytest.raises(OSError, match="full"):
-        async_trainer.PPOTrainer._save_checkpoint(trainer)
-    assert (tmp_path / "checkpoints/global_step_2/data.pt").exists() and Run.read(tmp_path).last == 0
-    monkeypatch.setattr(async_trainer.tq, "save_checkpoint", lambda path, metadata: Path(path).mkdir())
-    async_trainer.PPOTrainer._save_checkpoint(trainer)
-    assert Run.read(tmp_path).last == 2
+    monkeypatch.setattr(async_trainer.tq, "save_checkpoint", full if broken == "prompts" else prompts)
+    monkeypatch.setattr(keep_best, "prune", lambda *args: None)
+    monkeypatch.setenv("KEEP", "1")
+    with pytest.raises(OSError, match="full") if broken else nullcontext():
+        trainer._save_checkpoint()
+    assert trainer.trainer_mode == "colocate_async" and Run.read(tmp_path).last == (0 if broken else 2)
+    assert (tmp_path / "checkpoints/global_step_2/transfer_queue").is_dir() == (broken != "prompts")
 
 
 def test_a_step_that_failed_does_not_draw_its_prompts_twice(monkeypatch):

@@ -192,22 +192,6 @@ def test_what_a_crash_left_goes_and_the_last_whole_one_never(tmp_path):
     assert folders(tmp_path) == ["global_step_8"] and Run.read(tmp_path).last == 8
 
 
-def test_a_kill_before_the_prompts_under_way_are_written_leaves_no_whole_checkpoint(tmp_path):
-    """ASYNC's first one: no tracker names another. A resume without the prompts would never train them."""
-    write_whole(tmp_path, [2])
-    made, path = replace(load_settings(VALUES), ASYNC="colocate"), tmp_path / "checkpoints/global_step_2"
-    folder.record(tmp_path, "rl", "x", made, "start", [])
-    tracker(tmp_path).unlink()
-    assert Run.read(tmp_path).last == 0
-    (path / "transfer_queue.tmp").mkdir()
-    assert Run.read(tmp_path).last == 0
-    (path / "transfer_queue.tmp").rename(path / "transfer_queue")
-    assert Run.read(tmp_path).last == 2
-    (path / "transfer_queue").rmdir()
-    folder.record(tmp_path, "sft", "x", made, "start", [])
-    assert Run.read(tmp_path).last == 2  # a warm-up has no prompts
-
-
 def test_nothing_goes_without_a_whole_checkpoint(tmp_path):
     write_whole(tmp_path, [2, 4])
     for step in (2, 4):

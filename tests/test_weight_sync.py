@@ -197,24 +197,63 @@ def test_a_head_that_is_tied_is_not_sent(own_sockets, monkeypatch, kind, tied):
     assert sent == [*own][: 2 - tied]
 
 
-KINDS = {"mixtral": True, "phimoe": True, "qwen3_moe": False, "llama": False}
-
-
-@pytest.mark.parametrize(("kind", "renamed"), KINDS.items())
-def test_weights_are_sent_by_the_names_that_a_checkpoint_has(module, kind, renamed, tmp_path):
-    """vLLM's Mixtral: KeyError 'layers.0.mlp.gate.weight', on a GPU."""
+@pytest.mark.medium
+@pytest.mark.parametrize("kind", ["mixtral", "phimoe", "qwen3_moe", "llama"])
+def test_weights_are_sent_by_the_names_that_a_checkpoint_has(module, kind, tmp_path):
+    """vLLM's Mixtral, on a GPU: KeyError 'layers.0.mlp.gate.weight', then, cut by verl, 'experts.0.gate_proj.weight'."""
     from safetensors.torch import load_file
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    from verl_tasks.verl_plugins.patches import transformer_impl
 
     of_experts = {"qwen3_moe": {"num_experts": 4}, "llama": {}}.get(kind, {"num_local_experts": 4})
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = AutoConfig.for_model(kind, vocab_size=32, num_key_value_heads=2, **sizes, **of_experts)
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path)
-    published, own = load_file(tmp_path / "model.safetensors"), model.state_dict()
-    sent = dict(module.as_published(iter(own.items()), config))
-    assert set(sent) == set(published if renamed else own)
-    assert all(torch.equal(sent[name], (published if renamed else own)[name]) for name in sent)
+    published = load_file(tmp_path / "model.safetensors")
+    from_verl = transformer_impl.unfuse_moe_params(iter(model.state_dict().items()), kind)
+    sent = dict(module.as_published(from_verl, config))
+    assert set(sent) == set(published)
+    assert all(torch.equal(sent[name], published[name]) for name in sent)
+
+
+@pytest.mark.medium
+def test_weights_that_are_broadcast_get_these_names_too(own_sockets, monkeypatch):
+    """ASYNC=separate: they come one by one, from other GPUs, and each is sent on before the next comes."""
+    import asyncio
+    from types import SimpleNamespace
+
+    from transformers import AutoConfig
+
+    from verl_tasks.verl_plugins import broadcast
+
+    place = "model.layers.0.mlp"
+    here = {f"{place}.gate.weight": torch.ones(4, 6), f"{place}.experts.gate_up_proj": torch.ones(4, 10, 6)}
+    engine, order = broadcast.Broadcast(1), []
+    texts = [*(broadcast.header(*each).encode() for each in here.items()), broadcast.LAST.encode()]
+
+    def get(key):
+        order.append("asked")
+        return texts.pop(0)
+
+    engine._store = SimpleNamespace(get=get)
+    engine._group = SimpleNamespace(broadcast=lambda tensor, rank: SimpleNamespace(wait=lambda: None))
+    monkeypatch.setattr(broadcast, "get_torch_device", lambda: SimpleNamespace(current_device=lambda: "cpu"))
+
+    async def update(self, weights, **kwargs):
+        order.extend(name for name, _ in weights)
+
+    monkeypatch.setattr(own_sockets.ServerAdapter, "update_weights", update)
+    monkeypatch.setattr(own_sockets, "waits_for", lambda *words: None)
+    adapter = object.__new__(own_sockets.OwnSocketAdapter)
+    adapter.model_config = SimpleNamespace(hf_config=AutoConfig.for_model("mixtral", num_local_experts=4))
+    adapter.config, adapter._has_server = SimpleNamespace(dtype="bfloat16"), False
+    adapter.replica_rank, adapter._agreement = 0, SimpleNamespace(due=True)
+    asyncio.run(adapter.update_weights(engine.receive_weights(), 0))
+    experts = [f"experts.{number}.{part}" for part in ("w1", "w3") for number in range(4)]
+    names = [f"model.layers.0.block_sparse_moe.{each}.weight" for each in ("gate", *experts)]
+    assert order == ["asked", names[0], "asked", *names[1:], "asked"]
 
 
 def test_verl_and_vllm_take_these_classes(own_sockets):

@@ -17,18 +17,15 @@ _TRL = ({"optimizer.pt", *_TRAINER}, {"optimizer.bin", "pytorch_model_fsdp.bin",
 FIRST_SAVE = 300  # seconds
 
 
-def whole(folder: Path, under_way: bool = False) -> bool:
+def whole(folder: Path) -> bool:
     """Whether ``folder`` (global_step_N) has all of its trainer's files, each readable to its end.
 
-    verl: every rank's file of each kind, the data loader's state, and then, where some were ``under_way`` (ASYNC), the
-    prompts, whose folder TransferQueue names when they are complete. DPO: a model or an adapter, and all or none of the
-    trainer's state. A folder with a model alone, for evaluation, is whole too.
+    verl: every rank's file of each kind, and the data loader's state, its last file. DPO: a model or an adapter, and
+    all or none of the trainer's state. A folder with a model alone, for evaluation, is whole too.
     """
     parts = [part for part in (folder, folder / "actor", folder / "critic") if any(part.glob("*_world_size_*.pt"))]
     loader = [*folder.glob("data.pt"), *folder.glob("data_*.pt")]
     if parts or loader:
-        if under_way and not (folder / "transfer_queue").is_dir():
-            return False
         # A .pt file is a zip archive, whose table of contents is at its end. verl writes no critic alone.
         of_policy = any(part.name != "critic" for part in parts)
         return of_policy and bool(loader) and all(map(zipfile.is_zipfile, loader)) and all(map(_all_ranks, parts))

@@ -251,8 +251,7 @@ def _whole_steps(folder: Path, made: dict) -> tuple[int, ...]:
     no whole checkpoint, all whole ones count.
     """
     folders = {f.name.removeprefix("global_step_"): f for f in (folder / "checkpoints").glob("global_step_*")}
-    under_way = made.get("kind") == "rl" and made["settings"].get("ASYNC", "off") != "off"
-    steps = tuple(sorted(int(step) for step, path in folders.items() if step.isdecimal() and whole(path, under_way)))
+    steps = tuple(sorted(int(step) for step, path in folders.items() if step.isdecimal() and whole(path)))
     text = _tracked(folder)
     last = int(text) if text.isascii() and text.isdigit() else 0
     return tuple(step for step in steps if step <= last) if last in steps else steps

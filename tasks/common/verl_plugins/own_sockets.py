@@ -39,14 +39,13 @@ class OwnSocketAdapter(ServerAdapter):
     async def update_weights(self, weights, global_steps=None, **kwargs):
         """verl's; until an update was seen to arrive, vLLM's weights are compared with what was sent."""
         waits_for(f"the weights of step {global_steps} to reach vLLM", f"weights-{self.replica_rank}")
-        text, streamed = self.model_config.hf_config.get_text_config(), hasattr(weights, "__aiter__")
-        if not streamed and getattr(text, "tie_word_embeddings", False):
+        text = self.model_config.hf_config.get_text_config()
+        if getattr(text, "tie_word_embeddings", False):
             # vLLM's Gemma 2 has no head of its own, and refuses one.
             weights = ((name, weight) for name, weight in weights if not name.endswith("lm_head.weight"))
-        if not streamed:
-            weights = weight_sync.as_published(weights, text)
+        weights = weight_sync.as_published(weights, text)
         sent: dict = {}
-        if compares := self._agreement.due and not streamed:
+        if compares := self._agreement.due:
             adapter = kwargs.get("peft_config") or {}
             scaling = adapter.get("lora_alpha", 1) / adapter.get("r", 1)
             dtype = getattr(torch, str(self.config.dtype).removeprefix("torch."), torch.bfloat16)

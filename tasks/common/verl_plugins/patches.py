@@ -22,6 +22,7 @@ from verl_tasks.process import die_with_torchrun
 from verl_tasks.training.torchrun import listen_locally
 from verl_tasks.verl_plugins.built import seeded, without_attention
 from verl_tasks.verl_plugins.expect import expect
+from verl_tasks.verl_plugins.weight_sync import changes
 
 die_with_torchrun()
 listen_locally()
@@ -53,6 +54,20 @@ expect(
 expect(transformer_impl.FSDPEngine.__init__, "enable_full_determinism(seed=self.engine_config.seed)")
 
 transformer_impl.FSDPEngine._build_model_optimizer = seeded(transformer_impl.FSDPEngine._build_model_optimizer)
+
+
+# ---- verl/workers/engine/fsdp/transformer_impl.py:1036 cuts all experts as Qwen's checkpoints do; own_sockets.py cuts others
+
+expect(transformer_impl.FSDPEngine.get_per_tensor_param, "unfuse_moe_params(per_tensor_param, self.model_config.hf_con")
+_unfuse_moe_params = transformer_impl.unfuse_moe_params
+
+
+def unfuse_moe_params(weights, model_type=None):
+    """verl's, but experts of a family that as_published knows stay whole: it names and cuts them."""
+    return weights if changes(model_type) else _unfuse_moe_params(weights, model_type)
+
+
+transformer_impl.unfuse_moe_params = unfuse_moe_params
 
 
 # ---- verl/experimental/reward_loop/reward_loop.py:125,129 run a tokenizer's code; test: tests/test_records.py ----

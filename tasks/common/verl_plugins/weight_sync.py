@@ -52,14 +52,18 @@ def passing(
         yield name, tensor
 
 
+def changes(model_type: str) -> list:
+    """What transformers 5 changes in a checkpoint of a family of experts, if it has other names for parts of it
+    (Mixtral, Phi-3.5-MoE); else nothing: vLLM knows what it does to the others."""
+    found = get_checkpoint_conversion_mapping(model_type) or []
+    return found if any(type(each) is WeightRenaming for each in found) else []  # its subclass changes a prefix
+
+
 def as_published(weights: Iterable[tuple[str, torch.Tensor]], config) -> Iterator[tuple[str, torch.Tensor]]:
-    """``weights`` as checkpoints of a family of experts name and cut them, if transformers 5 has other names for parts
-    of it (Mixtral, Phi-3.5-MoE): vLLM's loaders know the published ones alone. ``config``: the model's."""
-    changes = get_checkpoint_conversion_mapping(config.model_type) or []
-    model = SimpleNamespace(_weight_conversions=changes, config=config)
-    renamed = any(type(change) is WeightRenaming for change in changes)  # its subclass changes a prefix that vLLM knows
+    """``weights`` as the checkpoints of their family name and cut them. ``config``: the model's."""
+    model = SimpleNamespace(_weight_conversions=changes(config.model_type), config=config)
     for name, weight in weights:
-        yield from revert_weight_conversion(model, {name: weight}).items() if renamed else ((name, weight),)
+        yield from revert_weight_conversion(model, {name: weight}).items() if model._weight_conversions else [(name, weight)]
 
 
 def of_model(model: torch.nn.Module) -> Sums:
