@@ -561,16 +561,22 @@ def started_at(s, score: float, model: str = "m") -> None:
     write_json(artifacts() / "probe/own" / Path(model).name / "probe.json", found)
 
 
-def test_the_ladder_of_countdown_pays_a_guess_more_than_the_start_earns(s, guessed):
+def ladder(*row, **more) -> dict:
+    """1.0, 0.3 for the given numbers, 0.1 for an expression, thought or not: it taught a 1.5B to guess."""
+    found = compute_score(*row, **more)
+    return found | {"score": 1.0 if found["acc"] else 0.3 if found["numbers"] else 0.1 * found["format"]}
+
+
+def test_a_reward_that_pays_for_the_numbers_pays_a_guess_more_than_the_start_earns(s, guessed):
     started_at(s, 0.09)
-    (earns, _), (warning, warns) = told(s, guessed, partial(compute_score, variant="ladder"))
+    (earns, _), (warning, warns) = told(s, guessed, ladder)
     assert warns and "no thought: 0.417 (17% right)" in earns
     assert "<answer>" in warning and "the start's own samples 0.090 (make probe: m)" in warning
 
 
 def test_a_start_that_earns_more_is_not_warned_of(s, guessed):
     started_at(s, 0.5)
-    assert [warns for _, warns in told(s, guessed, partial(compute_score, variant="ladder"))] == [False]
+    assert [warns for _, warns in told(s, guessed, ladder)] == [False]
 
 
 def test_countdowns_default_pays_a_guess_nothing(s, guessed):
@@ -606,14 +612,14 @@ def test_samples_of_a_trained_model_and_of_another_reward_are_not_the_starts(s):
     assert incentive.start_score(s) == (0.2, "first step of grpo-1")
     started_at(s, 0.1)
     assert incentive.start_score(s) == (0.1, "make probe: m")
-    s.REWARD = "ladder"
+    s.REWARD = "flexible"
     assert incentive.start_score(s) is None
     s.REWARD, s.reward_file = "", Path(__file__)
     assert incentive.start_score(s) is None
 
 
 def test_without_samples_of_the_start_much_of_a_right_answer_is_warned_of(s, guessed):
-    (_, (warning, warns)) = told(s, guessed, partial(compute_score, variant="ladder"))
+    (_, (warning, warns)) = told(s, guessed, ladder)
     assert warns and "make probe TASK=own says what the start's own samples earn" in warning
 
 
@@ -720,11 +726,10 @@ def test_numbers_take_the_places_of_the_others():
 def test_a_training_warns_before_it_trains(s, guessed, monkeypatch, capsys):
     from verl_tasks.launch import main
 
-    s.REWARD = "ladder"
-    monkeypatch.setattr(main, "compute_score_of", lambda s: compute_score)
+    monkeypatch.setattr(main, "compute_score_of", lambda s: ladder)
     monkeypatch.setattr(main.attacks, "rows_of", lambda s, count: guessed)
     main._warn_of_guesses(s)
     assert capsys.readouterr().out.startswith("  warning: a guess of the row's numbers, no thought, such as '<answer>")
-    s.REWARD = ""
+    monkeypatch.setattr(main, "compute_score_of", lambda s: compute_score)
     main._warn_of_guesses(s)
     assert capsys.readouterr().out == ""

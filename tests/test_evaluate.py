@@ -13,6 +13,7 @@ import pytest
 
 from tasks.calculator import environment as calculator
 from tasks.countdown import reward as countdown
+from tasks.gsm8k import reward as gsm8k
 from tests import stub_evaluate
 from tests.helpers import PYTHON, ROOT, error_line, exported, task_settings
 from tests.test_runs import make_run
@@ -743,7 +744,7 @@ def test_the_window_is_that_of_an_adapters_base_model_and_an_unknown_one_passes(
 @pytest.mark.parametrize(
     ("task", "variables", "given"),
     [
-        ("countdown", {"REWARD": "ladder"}, (countdown.compute_score, None, None)),
+        ("gsm8k", {"REWARD": "flexible"}, (gsm8k.compute_score, None, None)),
         ("calculator", {}, (None, None, calculator.Environment)),
     ],
 )
@@ -754,7 +755,7 @@ def test_the_process_that_samples_has_the_same_job_and_reward(task, variables, g
     there = Scoring.read(stored[1])
     assert Job.read(stored[0]) == job and (there.mark, there.environment) == (scoring.mark, given[2])
     if not s.multi_turn:
-        assert (there.compute_score.func, there.compute_score.keywords) == (given[0], {"variant": "ladder"})
+        assert (there.compute_score.func, there.compute_score.keywords) == (given[0], {"variant": "flexible"})
 
 
 def test_empty_data_is_named(workplace):

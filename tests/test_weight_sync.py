@@ -200,7 +200,7 @@ def test_a_head_that_is_tied_is_not_sent(own_sockets, monkeypatch, kind, tied):
 @pytest.mark.medium
 @pytest.mark.parametrize("kind", ["mixtral", "phimoe", "qwen3_moe", "llama"])
 def test_weights_are_sent_by_the_names_that_a_checkpoint_has(module, kind, tmp_path):
-    """vLLM's Mixtral, on a GPU: KeyError 'layers.0.mlp.gate.weight', then, cut by verl, 'experts.0.gate_proj.weight'."""
+    """vLLM's Mixtral on a GPU: KeyError 'mlp.gate.weight', then, as verl had cut it, 'experts.0.gate_proj.weight'."""
     from safetensors.torch import load_file
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -22,7 +22,7 @@ from verl_tasks import prepare
 def score(answer, numbers, target):
     """1.0 for a right answer, thought or not."""
     truth = {"target": target, "numbers": numbers}
-    return compute_score("countdown", f"<answer>{answer}</answer>", truth, variant="ladder")["score"]
+    return compute_score("countdown", f"<answer>{answer}</answer>", truth)["acc"]
 
 
 @cache

@@ -36,14 +36,14 @@ def test_examples_get_the_scores_that_they_state():
         ("<think>3*3=9</think><answer>5*3-4</answer>", 0.0),  # 3 is given once
         ("<think>1+1=2, 5*3=15</think><answer>5*3-4</answer>", 1.0),
         ("<answer>3+4+5</answer>", 0.0),  # a guess
-        ("<think>3+4=7, 7+5=12</think><answer>3+4+5</answer>", 0.1),
+        ("<think>3+4=7, 7+5=12</think><answer>3+4+5</answer>", 0.0),
         ("<think>3+4=7, 7+5=12</think><answer>3+4</answer>", 0.0),  # not the given numbers
         ("<think>hm</think><answer>3+4+5</answer>", 0.0),
         ("<think>3+4+5=11</think><answer>3+4+5</answer>", 0.0),  # no such calculation
         ("<think>12=12</think><answer>3+4+5</answer>", 0.0),
-        ("<think>(5-3)/4=1/2</think><answer>3+4+5</answer>", 0.1),
+        ("<think>(5-3)/4=1/2</think><answer>3+4+5</answer>", 0.0),
         ("3+4+5=12 <answer>3+4+5</answer>", 0.0),  # outside of a thought
-        ("<think>5*3=15</think><answer>5*3-4</answer><answer>3+4+5</answer>", 0.1),  # the last answer counts
+        ("<think>5*3=15</think><answer>5*3-4</answer><answer>3+4+5</answer>", 0.0),  # the last answer counts
         ("<think><answer>5*3-4</answer></think>", 0.0),  # thinking is no answer
         ("5*3-4", 0.0),
         ("", 0.0),
@@ -51,7 +51,6 @@ def test_examples_get_the_scores_that_they_state():
 )
 def test_score(response, score):
     assert compute_score("countdown", response, TRUTH)["score"] == score
-    assert compute_score("countdown", response, TRUTH, variant="right")["score"] == (score if score == 1 else 0.0)
 
 
 @pytest.mark.parametrize("kind", [str, float, lambda number: f" {number}"])
@@ -60,24 +59,21 @@ def test_numbers_of_an_own_file_may_be_texts_or_floats(kind):
     thought = "<think>5*3=15</think>"
     for stored in (truth, json.dumps(truth)):
         assert compute_score("countdown", f"{thought}<answer>5*3-4</answer>", stored)["score"] == 1.0
-        assert compute_score("countdown", f"{thought}<answer>3+4+5</answer>", stored)["score"] == 0.1
+        assert compute_score("countdown", f"{thought}<answer>3+4+5</answer>", stored)["score"] == 0.0
     for target in ("eleven", "1e20000000", "9" * 5000):  # the second would take 19 s as a fraction
         with pytest.raises(answers.RewardError, match="compute_score raised ValueError"):
             compute_score("countdown", f"{thought}<answer>5*3-4</answer>", TRUTH | {"target": target})
 
 
-def test_a_guess_earns_nothing_and_a_thought_does():
-    """A policy that writes the numbers with any signs, and calculates first or does not."""
-    rng = random.Random(0)
-    guessed, thought, ladder = 0.0, 0.0, 0.0
+def test_a_guess_earns_nothing():
+    """A policy that writes the numbers with any signs; now and then it is right."""
+    rng, right = random.Random(0), 0.0
     for problem in islice(problems(rng, "hard"), 200):
         guess = "".join(f"{rng.choice('+-*')}{n}" for n in problem["numbers"])[1:]
-        guessed += compute_score("countdown", f"<answer>{guess}</answer>", problem)["score"] / 200
-        ladder += compute_score("countdown", f"<answer>{guess}</answer>", problem, variant="ladder")["score"] / 200
-        a, b = problem["numbers"][:2]
-        first = f"<think>{a}+{b}={a + b}</think><answer>{guess}</answer>"
-        thought += compute_score("countdown", first, problem)["score"] / 200
-    assert guessed == 0.0 and ladder > 0.29 and 0.1 <= thought < 0.15
+        found = compute_score("countdown", f"<answer>{guess}</answer>", problem)
+        assert found["score"] == 0.0 and found["numbers"] == 1.0
+        right += found["acc"]
+    assert right > 0
 
 
 def test_a_long_thought_is_read_at_once():
@@ -109,7 +105,7 @@ def test_what_is_no_arithmetic_stays_none(answer):
     assert compute_score("countdown", f"<answer>{answer}</answer>", {"target": 9, "numbers": [3, 6]})["format"] == 0.0
 
 
-# ---- tasks/countdown/reward.py, its ladder, against an evaluator and an exhaustive solver of our own
+# ---- what the reward reads of an answer, against an evaluator and an exhaustive solver of our own
 
 
 SCORES = {0.0, 0.1, 0.3, 1.0}
@@ -118,8 +114,9 @@ quick = settings(max_examples=200, database=None)
 
 
 def score(answer, numbers, target, wrap="<answer>{}</answer>"):
-    truth = {"target": target, "numbers": numbers}
-    return compute_score("countdown", wrap.replace("{}", answer), truth, variant="ladder")
+    """``score`` is how far it got: 1.0 correct, 0.3 the given numbers, 0.1 an expression."""
+    found = compute_score("countdown", wrap.replace("{}", answer), {"target": target, "numbers": numbers})
+    return found | {"score": 1.0 if found["acc"] else 0.3 if found["numbers"] else 0.1 * found["format"]}
 
 
 # ---- an evaluator of our own: expression trees, rendered to text, and a parser by recursive descent
@@ -254,7 +251,7 @@ def test_every_expression_of_three_numbers(numbers):
         assert score(text, numbers, int(value) if integer else 0)["score"] == expected, text
 
 
-# ---- the ladder, and what is around the answer
+# ---- what is in the answer, and around it
 
 
 @pytest.mark.parametrize(
@@ -279,7 +276,7 @@ def test_every_expression_of_three_numbers(numbers):
         ("", (0.0, 0, 0, 0)),
     ],
 )
-def test_ladder(answer, expected):
+def test_what_is_read_of_an_answer(answer, expected):
     result = score(answer, [1, 5, 4], 24)
     assert (result["score"], result["acc"], result["format"], result["numbers"]) == expected
     assert {type(value) for value in result.values()} == {float}

@@ -56,7 +56,7 @@ expect(transformer_impl.FSDPEngine.__init__, "enable_full_determinism(seed=self.
 transformer_impl.FSDPEngine._build_model_optimizer = seeded(transformer_impl.FSDPEngine._build_model_optimizer)
 
 
-# ---- verl/workers/engine/fsdp/transformer_impl.py:1036 cuts all experts as Qwen's checkpoints do; own_sockets.py cuts others
+# ---- verl/workers/engine/fsdp/transformer_impl.py:1036 cuts all experts as Qwen's checkpoints do --------------------
 
 expect(transformer_impl.FSDPEngine.get_per_tensor_param, "unfuse_moe_params(per_tensor_param, self.model_config.hf_con")
 _unfuse_moe_params = transformer_impl.unfuse_moe_params

@@ -63,7 +63,8 @@ def as_published(weights: Iterable[tuple[str, torch.Tensor]], config) -> Iterato
     """``weights`` as the checkpoints of their family name and cut them. ``config``: the model's."""
     model = SimpleNamespace(_weight_conversions=changes(config.model_type), config=config)
     for name, weight in weights:
-        yield from revert_weight_conversion(model, {name: weight}).items() if model._weight_conversions else [(name, weight)]
+        one = {name: weight}
+        yield from (revert_weight_conversion(model, one) if model._weight_conversions else one).items()
 
 
 def of_model(model: torch.nn.Module) -> Sums:
