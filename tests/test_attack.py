@@ -8,7 +8,6 @@ import random
 import re
 import time
 from dataclasses import asdict, replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace

@@ -14,7 +14,7 @@ default SFT_STEPS 64 cpu=5                      # steps of the warm-up; on a CPU
 default SFT_BATCH_SIZE 128 cpu=32               # demonstrations a step
 default SFT_LR 2e-5 cpu=3e-4                    # rate of the warm-up
 default STEPS 20 cpu=8                          # training steps
-default LR 5e-6 cpu=1e-5                        # rate of RL; with INIT=base, on a GPU, REWARD=right LR=2e-6
+default LR 5e-6 cpu=1e-5                        # rate of RL; with INIT=base, on a GPU, LR=2e-6
 default MAX_PROMPT_LENGTH 256 cpu=128           # tokens
 default MAX_RESPONSE_LENGTH 1024 cpu=64         # tokens
 
