@@ -597,3 +597,17 @@ def test_all_with_signal_samples_one_batch(dapo, monkeypatch):
     _, (metrics,), store = step(dapo, monkeypatch, lambda n: True, batches=10)
     assert store.prompts == BATCH
     assert metrics == {"dapo/sampled": BATCH, "dapo/dropped": 0, "dapo/surplus": 0, "dapo/bound_hit": 0}
+
+
+def test_a_group_of_one_reward_is_dropped_though_its_mean_rounds(dapo, monkeypatch):
+    """Of 3 x 0.1 NumPy finds a mean above 0.1, and so a standard deviation that is not 0."""
+    import numpy as np
+
+    assert np.std([0.1] * 3) > 0
+    buffer = dapo.ReplayBuffer("sync", {}, None, "drop", {}, refill_fn=int, filter_groups_metric="score")
+    scores = {"equal": [0.1] * 3, "other": [0.1, 0.1, 0.2]}
+    groups = {f"{name}_{sample}_0": score for name, each in scores.items() for sample, score in enumerate(each)}
+    buffer.partitions["train"], buffer.finished_keys["train"] = dict.fromkeys(groups), set(scores)
+    asked = lambda keys, **_: {"extra_fields": [{"reward_extra_info": {"score": groups[key]}} for key in keys]}  # noqa: E731
+    monkeypatch.setattr("verl.trainer.ppo.v1.replay_buffer.tq", SimpleNamespace(kv_batch_get=asked))
+    assert buffer._dapo_filtered_keys("train")[0] == {"equal"}

@@ -2,9 +2,14 @@
 
 verl 0.9.1 drops a group whose samples all have the same reward and samples two other prompts for it, without a limit
 (trainer/ppo/v1/replay_buffer.py): a step never ends when no prompt has signal. launch/plan.py has verl load it.
+
+verl takes a standard deviation of 0 for "the same". NumPy's is not 0 where the mean rounds, as of three times 0.1.
 """
 
-from verl.trainer.ppo.v1 import register_trainer
+from types import SimpleNamespace
+
+import numpy as np
+from verl.trainer.ppo.v1 import register_trainer, replay_buffer
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 from verl_tasks.verl_plugins.expect import expect
@@ -14,8 +19,10 @@ DROPPED = "training/filter_groups/evicted_samples"  # verl's names; both count p
 SURPLUS = "training/filter_groups/discarded_surplus_samples"
 
 expect(ReplayBuffer.sample, "refill_credit += 2 * dapo_count + failed_count", "self.refill_fn(dispatch_count)")
-expect(ReplayBuffer._dapo_filtered_keys, "self.filter_groups_metric is None")
+expect(ReplayBuffer._dapo_filtered_keys, "self.filter_groups_metric is None", "float(np.std(values)) == 0.0")
 expect(ReplayBuffer._evict_terminal_groups, 'metrics[f"{prefix}/filter_groups/evicted_samples"] = len(dapo_uids)')
+
+replay_buffer.np = SimpleNamespace(**vars(np) | {"std": np.ptp})
 
 
 @register_trainer("dapo")
