@@ -608,3 +608,31 @@ def test_equal_rewards_teach_nothing(method, n):
         assert not after[:n].any() and torch.equal(after[n:], before[n:]) and after[n:].abs().max() > 0.2
         rounded += bool(before[:n].any())
     assert rounded
+
+
+@pytest.mark.parametrize("n", [1, 7, 8])
+def test_whitening_does_not_enlarge_the_rounding_of_equal_rewards(n):
+    """REINFORCE++: of groups with one reward each, and of groups of one with the same reward; others keep theirs."""
+    from verl.trainer.ppo import core_algos
+    from verl.utils import torch_functional
+
+    from verl_tasks.verl_plugins import advantages
+
+    estimate, rounded = core_algos.get_adv_estimator_fn("reinforce_plus_plus_baseline"), 0
+    prompts = np.repeat([f"p{i}" for i in range(24 // n)], n).astype(object)
+    mask = torch.arange(5) < 1 + torch.arange(len(prompts))[:, None] % 5
+    for first in torch.arange(1, 9) / 10:
+        rewards = torch.zeros(mask.shape)
+        rewards[:, 0] = torch.tensor([first + (0.1 if n > 1 and prompt == "p1" else 0) for prompt in prompts])
+        with mock.patch.object(torch_functional, "masked_whiten", advantages._masked_whiten):
+            before, _ = getattr(estimate, "__wrapped__", estimate)(rewards, mask, index=prompts)
+        assert not estimate(rewards, mask, index=prompts)[0].any()
+        rounded += bool(before.any())
+        rewards[0, 0] = 0.95
+        after, _ = estimate(rewards, mask, index=prompts)
+        scores = rewards.double().sum(1)
+        means = torch.stack([scores[torch.tensor(prompts == prompt)].mean() for prompt in prompts])
+        values = (scores - means * (n > 1))[:, None].expand(mask.shape)
+        wanted = (values - values[mask].mean()) / (values[mask].var() + 1e-8).sqrt() * mask
+        assert torch.allclose(after.double(), wanted, atol=1e-4) and after.abs().max() > 1
+    assert rounded
