@@ -636,3 +636,22 @@ def test_whitening_does_not_enlarge_the_rounding_of_equal_rewards(n):
         wanted = (values - values[mask].mean()) / (values[mask].var() + 1e-8).sqrt() * mask
         assert torch.allclose(after.double(), wanted, atol=1e-4) and after.abs().max() > 1
     assert rounded
+
+
+@pytest.mark.parametrize("normed_by_std", [True, False])
+def test_an_episode_keeps_its_advantage_where_its_last_sequence_is_left_out(normed_by_std):
+    """A program's sequences have the advantage of their episode; ROLLOUT_CORRECTION=sequence leaves out single ones."""
+    from verl import DataProto
+    from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
+
+    import verl_tasks.verl_plugins.trainer  # noqa: F401
+
+    keys = ["p_0_0", "p_0_1", "p_1_0", "p_2_0"]
+    mask = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 1, 1], [0, 1, 1]])
+    rewards = torch.tensor([[0, 1.0, 0], [0, 0, 1.0], [0, 0, 0.5], [0, 0, 0]])
+    data = DataProto.from_dict(
+        {"token_level_rewards": rewards, "response_mask": mask}, non_tensors={"uid": np.array(["p"] * 4, dtype=object)}
+    )
+    found = compute_advantage_for_multi_trajectories(data, keys, "grpo", norm_adv_by_std_in_grpo=normed_by_std)
+    wanted = torch.tensor([0.5, 0.5, 0, -0.5])[:, None] * mask / (0.5 if normed_by_std else 1)
+    assert torch.allclose(found.batch["advantages"], wanted, atol=1e-5)

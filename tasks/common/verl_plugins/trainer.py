@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 import transfer_queue as tq
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer, trainer_base
+from verl.trainer.ppo.core_algos import AdvantageEstimator
+from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer, trainer_base, utils
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
@@ -52,6 +53,25 @@ expect(ReplayBuffer.sample, "self._sync_metadata_from_transfer_queue()")
 expect(ReplayBuffer._sync_metadata_from_transfer_queue, "self.failure_keys[partition_id].add(key)")
 
 trainer_base.value_loss = on_policy.value_loss
+
+# verl reads an episode's advantage at a token of its last sequence, where ROLLOUT_CORRECTION=sequence may leave none.
+expect(
+    utils.compute_advantage_for_multi_trajectories,
+    "final_data = compute_advantage(\n        data.select_idxs(final_indices),",
+    'first_nnz_indices = final_data.batch["response_mask"].argmax(dim=1)',
+    'scores = scores.unsqueeze(-1) * data.batch["response_mask"]',
+)
+_compute_advantage = utils.compute_advantage
+
+
+def compute_advantage(data, adv_estimator, **how):
+    """verl's. Of GRPO ``data`` are copies of the last sequences: each gets its advantage at every token."""
+    if adv_estimator == AdvantageEstimator.GRPO:
+        data.batch["response_mask"] = torch.ones_like(data.batch["response_mask"])
+    return _compute_advantage(data, adv_estimator, **how)
+
+
+utils.compute_advantage = compute_advantage
 
 AgentLoopWorker = AgentLoopWorkerTQ.__ray_actor_class__
 _run_agent_loop = AgentLoopWorker._run_agent_loop
