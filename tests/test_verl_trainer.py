@@ -279,6 +279,21 @@ def test_a_step_in_which_no_token_counts_has_advantages(module, monkeypatch, met
     assert not trainer.config.algorithm.rollout_correction.bypass_mode
 
 
+@pytest.mark.parametrize(("masks", "wanted"), [(([1, 1, 1], [1, 0, 0], [0, 0, 0]), 0.35), (([0, 0, 0],) * 3, 0.0)])
+def test_the_metric_of_the_kl_off_the_reward_is_of_a_token(module, masks, wanted):
+    """Of 0.2 at three tokens and 0.8 at one; a response without a token (TRUNCATED=masked) does not count."""
+    from verl import DataProto
+    from verl.trainer.ppo.v1 import trainer_base
+
+    kl, mask = torch.tensor([[0.2], [0.8], [0.5]]).expand(3, 3), torch.tensor(masks)
+    batch = {"old_log_probs": kl - 1, "ref_log_prob": kl * 0 - 1, "token_level_scores": kl * 0}
+    data = DataProto.from_dict(batch | {"response_mask": mask})
+    controller = SimpleNamespace(value=0.5, update=lambda **_: None)
+    data, metrics = trainer_base.apply_kl_penalty(data, kl_ctrl=controller, kl_penalty="kl")
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx(wanted)
+    assert torch.allclose(data.batch["token_level_rewards"], -0.5 * kl * mask)
+
+
 def stack(values: list) -> NonTensorStack:
     return NonTensorStack(*map(NonTensorData, values))
 

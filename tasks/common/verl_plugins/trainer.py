@@ -16,12 +16,13 @@ from typing import NamedTuple
 import torch
 import transfer_queue as tq
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.core_algos import AdvantageEstimator
+from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer, trainer_base, utils
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.profiler import marked_timer
+from verl.utils.torch_functional import masked_mean
 from verl.utils.transferqueue_utils import kv_batch_meta2batch_meta
 
 import verl_tasks.verl_plugins.patches  # noqa: F401
@@ -61,17 +62,25 @@ expect(
     'first_nnz_indices = final_data.batch["response_mask"].argmax(dim=1)',
     'scores = scores.unsqueeze(-1) * data.batch["response_mask"]',
 )
-_compute_advantage = utils.compute_advantage
+expect(trainer_base.apply_kl_penalty, "current_kl = masked_mean(kld, mask=response_mask, axis=-1)")
+_compute_advantage, _apply_kl_penalty = utils.compute_advantage, trainer_base.apply_kl_penalty
 
 
 def compute_advantage(data, adv_estimator, **how):
     """verl's. Of GRPO ``data`` are copies of the last sequences: each gets its advantage at every token."""
-    if adv_estimator == AdvantageEstimator.GRPO:
+    if adv_estimator == core_algos.AdvantageEstimator.GRPO:
         data.batch["response_mask"] = torch.ones_like(data.batch["response_mask"])
     return _compute_advantage(data, adv_estimator, **how)
 
 
-utils.compute_advantage = compute_advantage
+def apply_kl_penalty(data, kl_ctrl, kl_penalty="kl"):
+    """verl's; its metric is nats a token, as kl_loss: of a response without a token (TRUNCATED=masked) verl counts 0."""
+    data, metrics = _apply_kl_penalty(data, kl_ctrl, kl_penalty)
+    kl = core_algos.kl_penalty(data.batch["old_log_probs"], data.batch["ref_log_prob"], kl_penalty)
+    return data, metrics | {"actor/reward_kl_penalty": masked_mean(kl, data.batch["response_mask"]).item()}
+
+
+utils.compute_advantage, trainer_base.apply_kl_penalty = compute_advantage, apply_kl_penalty
 
 AgentLoopWorker = AgentLoopWorkerTQ.__ray_actor_class__
 _run_agent_loop = AgentLoopWorker._run_agent_loop
