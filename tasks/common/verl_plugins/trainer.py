@@ -24,6 +24,7 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.profiler import marked_timer
 from verl.utils.torch_functional import masked_mean
 from verl.utils.transferqueue_utils import kv_batch_meta2batch_meta
+from verl.workers.engine.fsdp import transformer_impl
 
 import verl_tasks.verl_plugins.patches  # noqa: F401
 from verl_tasks.alive import failed, saves, waits_for
@@ -62,6 +63,7 @@ expect(
     'first_nnz_indices = final_data.batch["response_mask"].argmax(dim=1)',
     'scores = scores.unsqueeze(-1) * data.batch["response_mask"]',
 )
+expect(transformer_impl.FSDPEngine.forward_backward_batch, 'batch_num_tokens = data["loss_mask"].sum()')
 expect(trainer_base.apply_kl_penalty, "current_kl = masked_mean(kld, mask=response_mask, axis=-1)")
 _compute_advantage, _apply_kl_penalty = utils.compute_advantage, trainer_base.apply_kl_penalty
 
@@ -269,7 +271,12 @@ class CheckedTrainer(KeepBest):
         # verl's option for "no old log-probs to compare the engine's with"
         skip = correction and (self._on_policy or none)
         with on_policy.set_to(correction, "bypass_mode", True) if skip else nullcontext():
-            return super()._compute_advantage(batch, metrics)
+            found = super()._compute_advantage(batch, metrics)
+        if correction and correction.get("rollout_rs") and not skip:
+            # verl takes rejected responses out of response_mask, and counts a mini-batch's tokens by the other.
+            mask = fields_of(batch, "response_mask").rename_key_("response_mask", "loss_mask")
+            tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=mask)
+        return found
 
     def _check_signal(self, batch) -> None:
         """End, by NO_SIGNAL samples of the first steps, where the warm-up gives RL nothing to learn from."""
