@@ -5,7 +5,7 @@ not 0.8, and divides what rounding leaves by a standard deviation no larger + 1e
 -0.007; whitening (reinforce_pp) divides it by 1e-4. Where no group teaches, Adam makes a whole step of that, and no
 health rule sees it.
 
-Whitened ones (ppo, reinforce_pp) of a batch whose tokens have one value: 0, not the rounding of their mean. So too where
+Whitened ones (ppo, reinforce_pp) of a batch whose tokens have one value: 0, not the rounding of their mean. Also where
 at most one token counts, and verl raises: TRUNCATED=masked and ROLLOUT_CORRECTION=sequence may leave such a batch.
 """
 

@@ -76,7 +76,7 @@ def compute_advantage(data, adv_estimator, **how):
 
 
 def apply_kl_penalty(data, kl_ctrl, kl_penalty="kl"):
-    """verl's; its metric is nats a token, as kl_loss: of a response without a token (TRUNCATED=masked) verl counts 0."""
+    """verl's; its metric is nats a token, as kl_loss: without a token (TRUNCATED=masked) verl counts 0."""
     data, metrics = _apply_kl_penalty(data, kl_ctrl, kl_penalty)
     kl = core_algos.kl_penalty(data.batch["old_log_probs"], data.batch["ref_log_prob"], kl_penalty)
     return data, metrics | {"actor/reward_kl_penalty": masked_mean(kl, data.batch["response_mask"]).item()}
