@@ -270,6 +270,19 @@ def test_every_combination_renders_to_a_few_plain_files(name, rendered):
     assert json.loads((home / "answers.json").read_text())["cookiecutter"].items() >= answers.items()
 
 
+def test_a_task_that_nobody_described_says_what_its_own_problems_are(rendered):
+    """One line for each kind of problem, and another for each other kind."""
+    said = {}
+    for name, answers in list(NAMES.items())[len(FREE) :]:
+        line = (rendered[name] / "README.md").read_text().splitlines()[2]
+        kind = answers["source"] if answers["source"] in ("hub", "reasoning_gym") else answers["reward"]
+        said.setdefault((kind, answers.get("turns") is None), set()).add(line)
+    assert said.pop(("reasoning_gym", True)) == {"chain_sum of reasoning-gym.", "basic_arithmetic of reasoning-gym."}
+    lines = [line for found in said.values() for line in found]
+    assert len(lines) == len(said) == len(set(lines)) == 9, said
+    assert said[("json", True)] == {"Read name, age and city from a sentence."}
+
+
 def settings_of(home: Path, **changes: str):
     return load_settings(exported(home / "train.sh", {"N_GPUS": "1", **changes}))
 

@@ -21,10 +21,9 @@ def answers(environ: Mapping[str, str]) -> list[str]:
     given = {"task": environ.get("TASK"), "source": environ.get("SOURCE"), "env": environ.get("ENV")}
     given["config"] = environ.get("CONFIG")
     if given["source"] == "reasoning_gym":
-        given |= {"reward": "environment", "description": f"{given['env'] or 'An environment'} of reasoning-gym"}
+        given["reward"] = "environment"
     if given["source"] in ("verifiers", "openenv"):
-        name = {"verifiers": "verifiers", "openenv": "OpenEnv"}[given["source"]]
-        given |= {"turns": "multi", "description": f"An environment of {name}"}
+        given["turns"] = "multi"
     replies = [f"{question}={answer}" for question, answer in given.items() if answer]
     try:
         replies += shlex.split(environ.get("OPTIONS", ""))
