@@ -19,7 +19,7 @@ from cookiecutter import main
 from jinja2 import Environment
 
 import tasks
-from tests.helpers import ROOT, cookiecutter, copy_of_checkout, exported, stacks
+from tests.helpers import ROOT, cookiecutter, copy_of_checkout, exported, make, stacks
 from verl_tasks.data import prepare
 from verl_tasks.launch import memory_checks
 from verl_tasks.machine import hardware, memory
@@ -134,6 +134,26 @@ def test_a_task_can_be_written_outside_of_the_checkout_from_inside(template, che
     assert result.returncode == 0 and "Traceback" not in result.stdout, result.stdout
     assert tree(tmp_path / "tasks/far") == FILES and not (checkout / "tasks/far").exists()
     assert (tmp_path / "Makefile").is_file() and f"cd {tmp_path}" in result.stdout
+
+
+def test_a_new_task_needs_no_home_folder(checkout, monkeypatch):
+    monkeypatch.setenv("HOME", "/proc/none")
+    result = make("new", TASK="homeless", cwd=checkout)
+    try:
+        assert result.returncode == 0 and tree(checkout / "tasks/homeless") == FILES, result.stdout
+    finally:
+        shutil.rmtree(checkout / "tasks/homeless", ignore_errors=True)
+
+
+def test_a_projects_pin_has_no_password_of_the_clones_remote(own_home, tmp_path):
+    clone = copy_of_checkout(tmp_path / "clone")
+    remote = ["remote", "add", "origin", "https://me:secret@example.org/a/verl-tasks.git"]
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "all"], ["tag", "v1"], remote):
+        subprocess.run(["git", "-c", "user.name=t", "-c", "user.email=t@example.org", *command], cwd=clone, check=True)
+    (tmp_path / "project").mkdir()
+    assert cookiecutter(str(clone), "--no-input", "task=own", cwd=tmp_path / "project").returncode == 0
+    written = (tmp_path / "project/pyproject.toml").read_text()
+    assert '"verl-tasks @ git+https://example.org/a/verl-tasks.git@v1"' in written
 
 
 # ---- every combination of choices: rendered once, then linted, tested, composed, and run
