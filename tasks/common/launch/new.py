@@ -5,7 +5,9 @@ import os
 import re
 import shlex
 import sys
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 
 from verl_tasks.places import PACKAGE, ROOT
 from verl_tasks.process import errors_in_one_line
@@ -54,4 +56,7 @@ if __name__ == "__main__":
     import cookiecutter.cli
 
     sys.tracebacklimit = 0  # a refused choice is one line
-    cookiecutter.cli.main(command, prog_name="cookiecutter")
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder, "config.yaml")  # else it reads and writes in the home folder, which may not be there
+        config.write_text(json.dumps({"cookiecutters_dir": folder, "replay_dir": folder}))
+        cookiecutter.cli.main(["--config-file", str(config), *command], prog_name="cookiecutter")
