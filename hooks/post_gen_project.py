@@ -38,6 +38,7 @@ def pin(template):
     url = git("remote", "get-url", "origin") or str(template.parent)
     if "://" not in url:  # a folder, or host:path
         url = f"file://{url}" if url.startswith("/") else f"ssh://{url.replace(':', '/', 1)}"
+    url = re.sub("^(https?://)[^/]*@", r"\1", url)  # a password or a token does not go into a file
     return f"verl-tasks @ git+{url}@{git('tag', '--points-at', 'HEAD').partition(chr(10))[0] or commit}"
 
 

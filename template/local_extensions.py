@@ -78,6 +78,27 @@ def _line(value) -> str:
     return repr(value).replace("e+", "e") if isinstance(value, float) else repr(value)
 
 
+# What the problems of `generate` and `file` ask, by the reward that scores them (templates/REWARD.jinja).
+_ASKED = {
+    "math": "Add two numbers",
+    "exact": "Sort words",
+    "regex": "Write a date as day/month/year",
+    "expression": "Reach a target with the given numbers",
+    "json": "Read name, age and city from a sentence",
+    "tool_call": "Set a timer",
+    "judge": "Write a sentence with the given words",
+}
+
+
+@simple_filter
+def described(answers: dict) -> str:
+    """The description of a task that nobody described, from the answers before it."""
+    others = {"verifiers": "An environment of verifiers", "openenv": "An environment of OpenEnv"}
+    others |= {"hub": "Problems of a data set", "reasoning_gym": f"{answers['env']} of reasoning-gym"}
+    asked = _ASKED.get(answers["reward"], "An environment") if answers["turns"] == "single" else "Look up a number"
+    return others.get(answers["source"], asked)
+
+
 # ---- answers that cannot be a task
 
 

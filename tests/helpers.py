@@ -5,6 +5,7 @@ import ctypes
 import importlib.metadata
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -25,8 +26,9 @@ from verl_tasks.models import find
 from verl_tasks.settings import COMPLETE, STACKS, Command, Settings, SettingsError, load_settings, stack, values_of
 
 ROOT = Path(__file__).resolve().parents[1]
-TASKS = sorted(path.parent.name for path in ROOT.glob("tasks/*/train.sh"))
-MULTI_TURN = sorted(path.parent.name for path in ROOT.glob("tasks/*/environment.py"))
+# The tasks that ship, which README.md links: what a user adds to a clone has tests of its own.
+TASKS = sorted(set(re.findall(r"\]\(tasks/(\w+)/README\.md\)", (ROOT / "README.md").read_text())))
+MULTI_TURN = [task for task in TASKS if (ROOT / "tasks" / task / "environment.py").exists()]
 SINGLE_TURN = [task for task in TASKS if task not in MULTI_TURN]
 # The interpreter that runs the tests, so that a test never installs anything; in conftest.py's warm form.
 PYTHON = os.environ.get("WARM_PYTHON", sys.executable)

@@ -25,7 +25,17 @@ from packaging.version import Version
 
 import verl_tasks
 from tests.benchmarks import pictures
-from tests.helpers import PYTHON, ROOT, SMALL, copy_of_checkout, exported, outside_make, with_embedded
+from tests.helpers import (
+    PYTHON,
+    ROOT,
+    SMALL,
+    TASKS,
+    checkout_with,
+    copy_of_checkout,
+    exported,
+    outside_make,
+    with_embedded,
+)
 from tests.results import RESULTS, linked, names, recipes
 from tests.settings_page import settings_page
 from verl_tasks.evaluation.plots import plt
@@ -38,7 +48,7 @@ DOCUMENTS = [
     *(ROOT / f"{name}.md" for name in ("README", "README.zh-CN", "AGENTS", "CONTRIBUTING", "CHANGELOG")),
     ROOT / "template/README.md",
     *sorted(ROOT.glob("docs/**/*.md")),
-    *sorted(ROOT.glob("tasks/*/README.md")),
+    *(ROOT / "tasks" / task / "README.md" for task in TASKS),
 ]
 NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 FENCE = re.compile(r"(?:<!-- test: (?P<mark>[^\n]*?) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
@@ -118,6 +128,17 @@ def test_every_document_can_be_reached_from_the_readme():
         links = re.findall(r"\]\(([^)\s#]+)", prose(path.read_text()))
         waiting += [(path.parent / link).resolve() for link in links if not link.startswith("http")]
     assert set(DOCUMENTS) - reached == set()
+
+
+@pytest.mark.medium
+def test_a_task_that_a_user_adds_breaks_no_test_of_the_house(tmp_path):
+    """With a train.sh as long as a template's, no page in the README or the site, and no profile."""
+    checkout = checkout_with("their_own", tmp_path, OPTIONS="turns=multi")
+    files = [f"tests/test_{name}.py" for name in ("docs", "profiles", "rooms", "settings", "template", "verl_config")]
+    chosen = "their_own or reached or in_its_nav or typical_use"
+    command = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, *files]
+    done = subprocess.run(command, cwd=checkout, env=outside_make(), capture_output=True, text=True)
+    assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout[-3000:]
 
 
 # ---- commands of make

@@ -783,3 +783,11 @@ def test_a_key_that_not_every_reward_has_is_named(capsys):
     assert sample.report_errors(rollouts) == 0
     assert capsys.readouterr().out == "  the reward's key many is in 1 of 2 responses; its mean is theirs alone\n"
     assert sample.report_errors(rollouts[:1]) == 0 and capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("words", [(), ("evla",)])
+def test_a_program_that_make_did_not_start_says_what_its_first_word_must_be(words, workplace):
+    refused = workplace.run(*words)
+    said = f"error: {' '.join(['evaluate.py', *words])}: the first word must be one of probe, eval, compare"
+    assert refused.returncode == 1 and refused.stdout.strip().startswith(said), refused.stdout
+    assert len(refused.stdout.strip().splitlines()) == 1

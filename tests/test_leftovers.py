@@ -8,13 +8,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from verl_tasks.leftovers import ENDING, Interrupts, interrupt_on_sigterm
+from verl_tasks.leftovers import ENDING, Interrupts, Launch, interrupt_on_sigterm
 from verl_tasks.settings import ROOT
 
 STUBBORN = """
@@ -184,6 +185,17 @@ def test_the_sockets_of_a_program_in_place_of_the_launcher_go_with_it(kill, tmp_
     chat.kill() if kill else chat.stdin.close()
     assert chat.wait(30) == (-signal.SIGKILL if kill else 0)
     wait_until(lambda: not made.parent.exists(), 10)
+
+
+@pytest.mark.parametrize(("name", "used"), [("a", True), ("a b", False), ("a" * 30, False)])
+def test_a_launchs_folder_is_one_in_which_ray_can_start_workers(name, used, monkeypatch):
+    """It gives the path to a shell as it is, and makes sockets in it."""
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as short:
+        (Path(short) / name).mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", f"{short}/{name}")
+        launch = Launch(Path(short) / "logs")
+        launch.end()
+        assert launch.folder.parent == (Path(short, name) if used else Path("/tmp"))
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import QWEN25_3B, ROOT, SINGLE_TURN, task_settings
+from tests.helpers import QWEN25_3B, ROOT, SINGLE_TURN, TASKS, task_settings
 from tests.wheels import verl_package
 from verl_tasks import settings
 from verl_tasks.launch import memory_checks
@@ -16,7 +16,7 @@ from verl_tasks.machine import hardware, memory
 from verl_tasks.settings import GPU_MIB, SettingsError, load_settings
 from verl_tasks.training import verl_config, verl_versions
 
-PROFILES = sorted(path for path in ROOT.glob("tasks/*/profiles/*.sh"))
+PROFILES = [path for task in TASKS for path in sorted((ROOT / "tasks" / task / "profiles").glob("*.sh"))]
 STACKS = [name for name in ("a100", "current") if name in settings.STACKS]
 RAM = 1000e9  # of a machine with such GPUs
 # The model's shapes as its config.json states them, and what its makers say of its size.

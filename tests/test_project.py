@@ -95,6 +95,19 @@ def test_a_project_is_small_and_has_the_targets_of_a_clone(project):
 
 
 @pytest.mark.medium
+def test_a_pin_is_any_line_that_pip_takes_and_without_one_an_error_says_so(project):
+    file = project / "pyproject.toml"
+    text = file.read_text()
+    file.write_text(re.sub('"verl-tasks.*",', f'"verl-tasks>={NEXT}"', text))
+    make(project, "help")
+    assert f'"{NEXT}"' in (project / ".verl-tasks/verl_tasks/__init__.py").read_text()
+    file.write_text(re.sub('.*"verl-tasks.*",\n', "", text))
+    refused = subprocess.run(["make", "help"], cwd=project, env=outside_make(), capture_output=True, text=True)
+    assert refused.returncode and 'error: pyproject.toml: needs a line "verl-tasks==VERSION"' in refused.stderr
+    assert (project / ".verl-tasks/verl_tasks").is_dir()
+
+
+@pytest.mark.medium
 def test_the_steps_of_its_ci_file_run(project):
     """In order and by bash -e, as a runner does, but for the two actions that fetch the project and a Python. Both are
     here, so `make install` finds nothing to install, and needs no network."""

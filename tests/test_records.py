@@ -399,7 +399,7 @@ def test_wrong_names_are_refused_in_one_line(settings):
 
 
 def test_without_runs_one_line_says_what_to_run(settings):
-    assert overview.table() == f"no runs in {os.environ['ARTIFACTS']}/runs yet: run `make train TASK=countdown`"
+    assert overview.table() == f"no runs in {os.environ['ARTIFACTS']}/runs yet: run `make train TASK=name`"
     assert "TASK=gsm8k" in overview.table("gsm8k") and "\n" not in overview.table("gsm8k")
 
 

@@ -19,7 +19,7 @@ from cookiecutter import main
 from jinja2 import Environment
 
 import tasks
-from tests.helpers import ROOT, cookiecutter, copy_of_checkout, exported, stacks
+from tests.helpers import ROOT, TASKS, cookiecutter, copy_of_checkout, exported, make, stacks, task_settings
 from verl_tasks.data import prepare
 from verl_tasks.launch import memory_checks
 from verl_tasks.machine import hardware, memory
@@ -36,7 +36,7 @@ CHOICES = {name: values for name, values in QUESTIONS.items() if isinstance(valu
 PAIRS = [{"reward": reward, "source": source} for reward in CHOICES["reward"] for source in CHOICES["source"]]
 OTHERS = [name for name in CHOICES if name not in ("turns", "reward", "source")]
 OTHER_CHOICES = [dict(zip(OTHERS, values, strict=True)) for values in itertools.product(*map(CHOICES.get, OTHERS))]
-TASKS = sorted(path.parent.name for path in ROOT.glob("tasks/*/answers.json"))
+MADE = [task for task in TASKS if (ROOT / "tasks" / task / "answers.json").exists()]
 STACKS = stacks()
 FILES = {"README.md", "answers.json", "evaluate.py", "examples.jsonl", "prepare_data.py", "train.sh"}
 FILES |= {"reward.py", "test_reward.py"}
@@ -134,6 +134,26 @@ def test_a_task_can_be_written_outside_of_the_checkout_from_inside(template, che
     assert result.returncode == 0 and "Traceback" not in result.stdout, result.stdout
     assert tree(tmp_path / "tasks/far") == FILES and not (checkout / "tasks/far").exists()
     assert (tmp_path / "Makefile").is_file() and f"cd {tmp_path}" in result.stdout
+
+
+def test_a_new_task_needs_no_home_folder(checkout, monkeypatch):
+    monkeypatch.setenv("HOME", "/proc/none")
+    result = make("new", TASK="homeless", cwd=checkout)
+    try:
+        assert result.returncode == 0 and tree(checkout / "tasks/homeless") == FILES, result.stdout
+    finally:
+        shutil.rmtree(checkout / "tasks/homeless", ignore_errors=True)
+
+
+def test_a_projects_pin_has_no_password_of_the_clones_remote(own_home, tmp_path):
+    clone = copy_of_checkout(tmp_path / "clone")
+    remote = ["remote", "add", "origin", "https://me:secret@example.org/a/verl-tasks.git"]
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "all"], ["tag", "v1"], remote):
+        subprocess.run(["git", "-c", "user.name=t", "-c", "user.email=t@example.org", *command], cwd=clone, check=True)
+    (tmp_path / "project").mkdir()
+    assert cookiecutter(str(clone), "--no-input", "task=own", cwd=tmp_path / "project").returncode == 0
+    written = (tmp_path / "project/pyproject.toml").read_text()
+    assert '"verl-tasks @ git+https://example.org/a/verl-tasks.git@v1"' in written
 
 
 # ---- every combination of choices: rendered once, then linted, tested, composed, and run
@@ -268,6 +288,19 @@ def test_every_combination_renders_to_a_few_plain_files(name, rendered):
     for file in tree(home):
         assert not re.search(r"\{\{[^}]|\{%|cookiecutter\.", (home / file).read_text()), f"{file} has stray Jinja"
     assert json.loads((home / "answers.json").read_text())["cookiecutter"].items() >= answers.items()
+
+
+def test_a_task_that_nobody_described_says_what_its_own_problems_are(rendered):
+    """One line for each kind of problem, and another for each other kind."""
+    said = {}
+    for name, answers in list(NAMES.items())[len(FREE) :]:
+        line = (rendered[name] / "README.md").read_text().splitlines()[2]
+        kind = answers["source"] if answers["source"] in ("hub", "reasoning_gym") else answers["reward"]
+        said.setdefault((kind, answers.get("turns") is None), set()).add(line)
+    assert said.pop(("reasoning_gym", True)) == {"chain_sum of reasoning-gym.", "basic_arithmetic of reasoning-gym."}
+    lines = [line for found in said.values() for line in found]
+    assert len(lines) == len(said) == len(set(lines)) == 9, said
+    assert said[("json", True)] == {"Read name, age and city from a sentence."}
 
 
 def settings_of(home: Path, **changes: str):
@@ -531,9 +564,9 @@ def test_a_new_task_trains_on_16_gb_by_doctors_estimate(answers, checkout, tmp_p
         shutil.rmtree(home)
 
 
-@pytest.mark.parametrize("train_sh", sorted(ROOT.glob("tasks/*/train.sh")), ids=lambda path: path.parent.name)
-def test_a_task_trains_on_16_gb_by_doctors_estimate(train_sh, largest_numbers):
-    assert ram_of(load_settings(exported(train_sh, {"STACK": "cpu"}))) < 16e9
+@pytest.mark.parametrize("task", TASKS)
+def test_a_task_trains_on_16_gb_by_doctors_estimate(task, largest_numbers):
+    assert ram_of(task_settings(task)) < 16e9
 
 
 def rows_of(s, part: str) -> list[dict]:
@@ -653,7 +686,7 @@ def test_a_replay_of_bad_answers_is_refused_and_leaves_nothing(changed, said, ch
     assert tree(checkout.parent) == before
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", MADE)
 def test_a_task_has_the_files_of_the_template_and_its_answers(task):
     home = ROOT / "tasks" / task
     answers = json.loads((home / "answers.json").read_text())["cookiecutter"]

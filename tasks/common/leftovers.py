@@ -88,7 +88,9 @@ class Launch:
 
     def __init__(self, logs: Path, command: Sequence[str] = (), output=None, more: Mapping[str, str] | None = None):
         end_marked(LOGS, str(logs))  # of a killed launcher; the caller holds the task's lock, so none is of a live run
-        self.folder = Path(tempfile.mkdtemp(prefix="verl-"))  # short: Ray's socket paths must fit in 107 bytes
+        # Ray gives its path to a shell unquoted, and adds up to 78 bytes for a socket, of which 107 fit.
+        fits = re.fullmatch(r"[\w./+@%,=-]{1,29}", tempfile.gettempdir(), re.ASCII)
+        self.folder = Path(tempfile.mkdtemp(prefix="verl-", dir=None if fits else "/tmp"))
         marks = {LOGS: str(logs), LAUNCH: str(self.folder)}
         self.environment = marks | {"TMPDIR": str(self.folder)}  # vLLM's sockets too
         # What torch compiled is for the next launches as well.

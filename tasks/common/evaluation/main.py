@@ -134,7 +134,7 @@ def evaluate(
     gives its ``environment`` in place of ``compute_score``, and has all but ``rescore`` and ``pairs``. Settings come
     from the environment. Exits with 1 after one line that says why, also when the reward raised on some completion."""
     interrupt_on_sigterm()
-    name, *arguments = sys.argv[1:]
+    name, *arguments = sys.argv[1:] or [""]
     with errors_in_one_line(SettingsError, DataError, JudgeError, stopped="" if name == "attack" else STOPPED):
         s, command = load_settings(), load_settings(cls=Command)
         scoring = Scoring.of(s, compute_score, own_metrics, environment)
@@ -151,5 +151,8 @@ def evaluate(
             "pairs": lambda: self_samples.write_pairs(s, scoring, *arguments),
             "accepted": lambda: self_samples.write_accepted(s, scoring, *arguments),
         }
+        if name not in commands:
+            words = ", ".join(commands)
+            raise SettingsError(f"{' '.join(sys.argv[:2])}: the first word must be one of {words}; make gives it")
         if errors := commands[name]():
             sys.exit(f"error: the reward raised on {errors} completions, which count in no metric; all else was done")

@@ -5,7 +5,9 @@ import os
 import re
 import shlex
 import sys
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 
 from verl_tasks.places import PACKAGE, ROOT
 from verl_tasks.process import errors_in_one_line
@@ -21,10 +23,9 @@ def answers(environ: Mapping[str, str]) -> list[str]:
     given = {"task": environ.get("TASK"), "source": environ.get("SOURCE"), "env": environ.get("ENV")}
     given["config"] = environ.get("CONFIG")
     if given["source"] == "reasoning_gym":
-        given |= {"reward": "environment", "description": f"{given['env'] or 'An environment'} of reasoning-gym"}
+        given["reward"] = "environment"
     if given["source"] in ("verifiers", "openenv"):
-        name = {"verifiers": "verifiers", "openenv": "OpenEnv"}[given["source"]]
-        given |= {"turns": "multi", "description": f"An environment of {name}"}
+        given["turns"] = "multi"
     replies = [f"{question}={answer}" for question, answer in given.items() if answer]
     try:
         replies += shlex.split(environ.get("OPTIONS", ""))
@@ -55,4 +56,7 @@ if __name__ == "__main__":
     import cookiecutter.cli
 
     sys.tracebacklimit = 0  # a refused choice is one line
-    cookiecutter.cli.main(command, prog_name="cookiecutter")
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder, "config.yaml")  # else it reads and writes in the home folder, which may not be there
+        config.write_text(json.dumps({"cookiecutters_dir": folder, "replay_dir": folder}))
+        cookiecutter.cli.main(["--config-file", str(config), *command], prog_name="cookiecutter")

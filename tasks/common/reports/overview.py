@@ -116,7 +116,7 @@ def table(task: str = "") -> str:
             what = one_line(f"{type(error).__name__}: {error}", 200)
             broken.append(f"{ERROR}{run_dir}: cannot be read ({what}); correct or remove it")
     if not rows and not broken:
-        return f"no runs in {artifacts() / 'runs' / task} yet: run `make train TASK={task or 'countdown'}`"
+        return f"no runs in {artifacts() / 'runs' / task} yet: run `make train TASK={task or 'name'}`"
     newest_first = [cells for _, cells in sorted(rows, key=lambda each: each[0], reverse=True)]
     return "\n".join([aligned([HEADER, *newest_first]), *broken])
 
