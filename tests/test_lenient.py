@@ -304,6 +304,15 @@ def test_without_a_lenient_reader_nothing_is_said_of_form():
     assert tables.answers({"base": {"metrics": {}}}) == ""
 
 
+def test_without_format_and_a_lenient_reader_no_share_is_called_unreadable():
+    """0.0% had been shown, where nothing says which wrong answers could be read."""
+    plain = graded([1.0, 0.0], [1, 0])
+    assert not {"wrong", "unreadable"} & {*by_prompt(plain), *differences(plain, plain)}
+    assert tables.answers({"base": summarize(plain)}) == "base: 50.0% right"
+    read_all = [replace(each, reward=each.reward | {"format": 1.0}) for each in plain]
+    assert tables.answers({"base": summarize(read_all)}) == "base: 50.0% right, 50.0% wrong, 0.0% unreadable"
+
+
 def test_a_difference_that_is_nearly_0_has_no_sign():
     for value in (-0.0004, -1e-17, 0.0004):
         assert Estimate(value, -0.0004, 0.0004).signed() == "+0.000 [0.000, 0.000]"

@@ -87,13 +87,12 @@ def of_score(changes: dict[str, Difference] | None) -> str:
 
 
 def answers(summaries: dict[str, dict]) -> str:
-    """What became of each model's samples, in one line. Empty for a stage's own metrics."""
-    texts = []
+    """What became of each model's samples, as far as it is known, in one line. Empty for a stage's own metrics."""
+    texts, words = [], {"pass@1": "right", "wrong": "wrong", "unreadable": "unreadable"}
     for label, summary in summaries.items():
-        values = [summary["metrics"].get(name, {}).get("value") for name in ("pass@1", "wrong", "unreadable")]
-        if None not in values:
-            said = (f"{value:.1%} {name}" for value, name in zip(values, ("right", "wrong", "unreadable"), strict=True))
-            texts.append(f"{label}: {', '.join(said)}")
+        known = {word: summary["metrics"][name]["value"] for name, word in words.items() if name in summary["metrics"]}
+        if "right" in known:
+            texts.append(f"{label}: {', '.join(f'{value:.1%} {word}' for word, value in known.items())}")
     return "; ".join(texts)
 
 
