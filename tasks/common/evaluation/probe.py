@@ -102,7 +102,7 @@ def verdicts(
         f"high: it guesses; {_first(warmed)}",
     )[(entropy >= 0.2) + (entropy > 0.8)]
     groups = "these groups give GRPO no gradient"
-    zero_words = (f"{groups}: FILTER=1 drops prompts that are never or always right", groups)
+    zero_words = (f"{groups}: FILTER=1 drops their prompts", groups)
     if zero_variance == 1:
         lacking = "no signal: the samples of each prompt score alike"
     elif not accuracy:  # then to pay right answers alone would leave nothing
@@ -199,10 +199,11 @@ def newest(task: str, wanted: Callable[[dict], bool]) -> Path | None:
 
 
 def write_signal(s: Settings, command: Command, prompts: pd.DataFrame, path: Path) -> None:
-    """Write the training prompts whose accuracy is strictly between FILTER_LOW and FILTER_HIGH, in order, to ``path``.
-    Raises DataError when there are none."""
-    kept = prompts.index[prompts["accuracy"].between(command.FILTER_LOW, command.FILTER_HIGH, inclusive="neither")]
-    bounds = f"accuracy strictly between {command.FILTER_LOW:g} and {command.FILTER_HIGH:g}"
+    """Write the training prompts whose samples differ in score, which is what GRPO learns from, and have an accuracy
+    from FILTER_LOW to FILTER_HIGH, in order, to ``path``. Raises DataError when there are none."""
+    fits = prompts["accuracy"].between(command.FILTER_LOW, command.FILTER_HIGH)
+    kept = prompts.index[fits & (prompts["variance"] > 0)]
+    bounds = f"samples of different scores and an accuracy from {command.FILTER_LOW:g} to {command.FILTER_HIGH:g}"
     if not len(kept):
         raise DataError(f"FILTER=1: no prompt has {bounds}; nothing is written")
     chosen = set(kept)
