@@ -399,6 +399,7 @@ def test_the_verdict_on_partial_credit_fits_what_there_is(scores, right, value, 
         ((1.0, 0.0, 1.0, 0.0), True, "good: the samples of a prompt differ", "train: the data has signal"),
         ((1.0, -1.0, -1.0, 1.0), False, "right samples earn no more than wrong ones", "mend the reward: right samples"),
         ((0.0, 1.0, 0.1, 0.4), False, "right samples earn no more than wrong ones", "mend the reward: right samples"),
+        ((-1.0,) * 4, False, "right samples earn no more than wrong ones", "mend the reward: right samples"),
     ],
 )
 def test_the_verdict_on_variance_knows_small_scores_and_a_reward_upside_down(scores, variance_good, words, conclusion):

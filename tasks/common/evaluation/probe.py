@@ -90,7 +90,7 @@ def verdicts(
         "high: little is left to learn; harder data, or FILTER=1",
         "too easy for this model: take harder data",
     )[(accuracy >= RARE) + (accuracy >= 0.1) + (accuracy > 0.8) + (accuracy > 0.95)]
-    upside_down, differ = earns <= 0 and zero_variance < 1, zero_variance < 0.5
+    upside_down, differ = earns <= 0, zero_variance < 0.5
     variance_words = "good: the samples of a prompt differ in reward"
     if upside_down:
         variance_words = UPSIDE_DOWN
