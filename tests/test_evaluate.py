@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shutil
 import statistics
@@ -698,6 +699,30 @@ def test_bad_values_are_refused_in_one_line(workplace, variables, said):
     assert result.returncode != 0
     (line,) = result.stdout.strip().splitlines()
     assert line.startswith("error:") and said in line
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("command", ["eval", "probe"])
+def test_a_table_ends_quietly_where_its_reader_has_seen_enough(workplace, command):
+    """As `make runs | head` does: what the command writes is there, and no error is said."""
+    base, trained = (workplace.model(name, table(RIGHT, 16, GREEDY)) for name in ("base", "trained"))
+    arguments = [command, *([f"base={base}", f"trained={trained}"] if command == "eval" else [str(base)])]
+    variables = {"N": "16", "FILTER": "1"}
+    assert workplace.run(*arguments, **variables).returncode == 0  # sampled before: nothing but the tables is left
+    names = ("summary.json", "signal.parquet")
+    files = [file for file in workplace.artifacts.rglob("*") if file.name in names]
+    for file in files:
+        file.unlink()
+    given = exported(ROOT / "tasks/countdown/train.sh", {"ARTIFACTS": str(workplace.artifacts), **variables})
+    code = "import sys; from tests import stub_evaluate as stub; sys.argv[0] = ''\nwith stub.answering(): stub.evaluate()"
+    reader, writer = os.pipe()
+    os.close(reader)
+    ran = [PYTHON, "-c", code, *arguments]
+    environment = given | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(ran, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert files and all(file.exists() for file in files)
 
 
 # ---- the model's window

@@ -13,6 +13,7 @@ from verl_tasks.files import write_json, write_text
 from verl_tasks.runs.folder import run_of
 from verl_tasks.runs.run import read_metrics, recorded
 from verl_tasks.settings import REPORTING, Settings, artifacts, fingerprint
+from verl_tasks.text import show
 
 START = "start"
 SWEPT = {"METHOD", "LR", "TRAIN_SEED"}
@@ -145,10 +146,10 @@ def experiment(s: Settings, scoring: Scoring, models: dict[str, str]) -> int:
         show_table(name, *table)
         parts += [f"## {name}", markdown_table(*table)]
     if how:
-        print(f"rates: {', '.join(f'{name} {arm.rate:g}' for name, arm in best.items())}; chosen by {how}")
+        show(f"rates: {', '.join(f'{name} {arm.rate:g}' for name, arm in best.items())}; chosen by {how}")
     parts += ["## settings", _listed(shared), *(f"- {arm}: {_listed(each)}" for arm, each in own.items())]
     write_text(folder / "experiment.md", "\n\n".join(parts) + "\n")
-    print(f"{folder}/experiment.json, .md")
+    show(f"{folder}/experiment.json, .md")
     return report_errors([r for each in rollouts.values() for r in each])
 
 

@@ -19,6 +19,7 @@ from verl_tasks.rows import DataError, read_rows, write_parquet
 from verl_tasks.runs.folder import run_of
 from verl_tasks.runs.run import recorded
 from verl_tasks.settings import Command, Settings, SettingsError, artifacts
+from verl_tasks.text import show
 
 RARE = 0.03  # accuracy of a start below which RL sees too few right answers; from 0.042 it learned (docs/TUNING.md)
 MOSTLY = 0.5  # share of samples that are cut off above which that is why few are right
@@ -209,10 +210,10 @@ def write_signal(s: Settings, command: Command, prompts: pd.DataFrame, path: Pat
     chosen = set(kept)
     wanted = (row for index, row in enumerate(read_rows(s.train_file, max(chosen) + 1)) if index in chosen)
     write_parquet(wanted, path, pq.read_schema(s.train_file))
-    print(f"  {len(kept)} of {len(prompts)} prompts have {bounds}; train on them:")
-    print(f"  make train TASK={s.TASK} TRAIN_FILE={path}")
+    show(f"  {len(kept)} of {len(prompts)} prompts have {bounds}; train on them:")
+    show(f"  make train TASK={s.TASK} TRAIN_FILE={path}")
     if len(kept) < s.TRAIN_BATCH_SIZE:
-        print(f"  (fewer than TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}: probe more prompts, LIMIT=0 takes all)")
+        show(f"  (fewer than TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}: probe more prompts, LIMIT=0 takes all)")
 
 
 def probe(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
@@ -246,7 +247,7 @@ def probe(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
         rows.append([name, mean, *(f"{values[q]:.3f}" if q in values else "" for q in ("p10", "p50", "p90"))])
     show_table(title, ["per prompt", "mean [95 % interval]", "p10", "median", "p90"], rows)
     show_table("verdict", VERDICT_HEADER, verdict_rows(result))
-    print(f"=> {result['conclusion']}\n  {folder}/probe.json, probe.png, rollouts.jsonl")
+    show(f"=> {result['conclusion']}\n  {folder}/probe.json, probe.png, rollouts.jsonl")
     errors = report_errors(rollouts)
     if command.FILTER:
         write_signal(s, command, prompts, folder / "signal.parquet")

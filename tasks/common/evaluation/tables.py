@@ -4,6 +4,7 @@ import os
 import re
 import time
 from dataclasses import replace
+from io import StringIO
 
 from rich.console import Console
 from rich.markup import escape
@@ -12,7 +13,7 @@ from rich.table import Table
 from verl_tasks.ends import TIMEOUT, cut_key
 from verl_tasks.evaluation.statistics import Estimate
 from verl_tasks.evaluation.summary import MEANING, Difference
-from verl_tasks.text import one_line, printable
+from verl_tasks.text import one_line, printable, show
 
 GAIN, LOSS = "a gain", "a loss"
 SLOW = 0.05  # of the episodes out of time: they may move a mean by more than most gains
@@ -144,8 +145,9 @@ def show_table(title: str, header: list[str], rows: list[list[str]]) -> None:
         table.add_column(escape(name), overflow="fold")
     for row in rows:
         table.add_row(*map(escape, row))
-    print(f"\n{printable(title)}", flush=True)
-    Console(width=None if os.isatty(1) else 160, highlight=False).print(table)
+    screen, text = os.isatty(1), StringIO()
+    Console(file=text, force_terminal=screen, width=None if screen else 160, highlight=False).print(table)
+    show(f"\n{printable(title)}\n{text.getvalue()[:-1]}")
 
 
 def markdown_table(header: list[str], rows: list[list[str]]) -> str:

@@ -352,7 +352,8 @@ def run_stages(stages: dict[str, Callable[[], str]], first: str = "data") -> Non
             print(f"  skipped (FROM={first})", flush=True)
             continue
         started = time.monotonic()
-        print(f"  {stage()} ({time.monotonic() - started:.0f} s)", flush=True)
+        said = f"  {stage()} ({time.monotonic() - started:.0f} s)"
+        show(said) if number == len(stages) else print(said, flush=True)
 
 
 def closing(s: Settings, rounds: list[Run], step: str = "") -> None:
