@@ -284,6 +284,18 @@ def test_prompts_of_unequal_numbers_of_samples_are_said_to_be_so():
     assert tables.sizes(summarize(raised)).startswith("3 prompts, 3 to 4 samples each; 1 completions not counted")
 
 
+def test_the_title_of_several_models_has_the_errors_of_each():
+    """Those of the last model alone had stood there."""
+    fine = graded([1.0, 0.0], [1, 0], 3)
+    raised = [replace(fine[0], reward=None, error="boom"), *fine[1:]]
+    both = {"sft": summarize(raised), "grpo": summarize(fine)}
+    assert tables.all_sizes(both) == (
+        "sft: 3 prompts, 1 to 2 samples each; 1 completions not counted: the reward raised on them; "
+        "grpo: 3 prompts, 2 samples each"
+    )
+    assert tables.all_sizes({"sft": both["grpo"], "grpo": both["grpo"]}) == "3 prompts, 2 samples each"
+
+
 def test_no_difference_at_all_is_no_chance():
     assert outcome([YES, NO], [YES, NO]).splitlines()[0].endswith("p 1.0000 (paired bootstrap): no prompt differs")
 

@@ -117,7 +117,7 @@ def compare(s: Settings, scoring: Scoring, base: str, *warm_up_and_trained: str)
     write_text(folder / "compare.md", markdown(s.TASK, found, changes, texts))
     by_model = {label: by_prompt(each) for label, each in rollouts.items()}
     before, trained = (by_model[label].get("score", pd.Series(dtype=float)) for label in (found["against"], "trained"))
-    sizes = tables.sizes(found["trained"])
+    sizes = tables.all_sizes(summaries)
     # Only here: `make eval` draws nothing and writes no spreadsheet.
     from verl_tasks.evaluation import plots
     from verl_tasks.evaluation.spreadsheet import write_xlsx

@@ -8,7 +8,7 @@ import pandas as pd
 from verl_tasks.evaluation.sample import Scoring, report_errors, sampled, test_job
 from verl_tasks.evaluation.statistics import pooled_mean
 from verl_tasks.evaluation.summary import Difference, by_prompt, differences, summarize
-from verl_tasks.evaluation.tables import comparison_table, markdown_table, markdown_text, p_text, show_table, sizes
+from verl_tasks.evaluation.tables import all_sizes, comparison_table, markdown_table, markdown_text, p_text, show_table
 from verl_tasks.files import write_json, write_text
 from verl_tasks.runs.folder import run_of
 from verl_tasks.runs.run import read_metrics, recorded
@@ -128,7 +128,7 @@ def experiment(s: Settings, scoring: Scoring, models: dict[str, str]) -> int:
     }
     write_json(folder / "experiment.json", found)
     seeds = max(len(arm.labels) for arm in arms)
-    title = f"{s.TASK}: {sizes(summaries[START])}{f', {seeds} seeds' if seeds > 1 else ''}; mean [95 % interval]"
+    title = f"{s.TASK}: {all_sizes(summaries)}{f', {seeds} seeds' if seeds > 1 else ''}; mean [95 % interval]"
     header = ["method", "runs", "steps", "s/step", "minutes", "reward, first quarter", "last quarter", "entropy, end"]
     change_rows = [
         [pair, name, each.difference.signed(), p_text(each.p_value), each.test]

@@ -11,7 +11,17 @@ from verl_tasks.evaluation.lenient import read as read_leniently
 from verl_tasks.evaluation.rollouts import Rollout, in_order, read_rollouts, rescored, write_rollouts
 from verl_tasks.evaluation.sample import Job, Scoring, bounds, endpoint_job, report_errors, sampled, test_job
 from verl_tasks.evaluation.summary import Difference, OwnMetrics, differences, summarize
-from verl_tasks.evaluation.tables import GAIN, LOSS, comparison_table, headline, outcome, show_table, sizes, verdict
+from verl_tasks.evaluation.tables import (
+    GAIN,
+    LOSS,
+    all_sizes,
+    comparison_table,
+    headline,
+    outcome,
+    show_table,
+    sizes,
+    verdict,
+)
 from verl_tasks.files import read_json, write_json
 from verl_tasks.leftovers import interrupt_on_sigterm
 from verl_tasks.process import errors_in_one_line
@@ -44,7 +54,7 @@ def evaluate_models(s: Settings, command: Command, scoring: Scoring, models: dic
         print(f"  {name} at {job.endpoint}: {', '.join(counted).replace('_', ' ')} in all")
     *earlier, last = models or asked
     before = "sft" if "sft" in earlier else next(iter(earlier), None)
-    title = f"{s.TASK}: {sizes(summaries[last])}; mean [95 % interval]"
+    title = f"{s.TASK}: {all_sizes(summaries)}; mean [95 % interval]"
     if before is None:
         show_table(title, *comparison_table(summaries))
         show("\n".join(outcome("", summaries, None)))

@@ -31,6 +31,13 @@ def sizes(summary: dict) -> str:
     return text
 
 
+def all_sizes(summaries: dict[str, dict]) -> str:
+    """``sizes`` of several models by label: in one where they are alike."""
+    texts = {label: sizes(summary) for label, summary in summaries.items()}
+    alike = len({*texts.values()}) == 1
+    return texts.popitem()[1] if alike else "; ".join(f"{label}: {text}" for label, text in texts.items())
+
+
 def p_text(p_value: float) -> str:
     return f"{p_value:.4f}" if p_value >= 0.0001 else "< 0.0001"
 
