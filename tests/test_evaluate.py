@@ -714,7 +714,7 @@ def test_a_table_ends_quietly_where_its_reader_has_seen_enough(workplace, comman
     for file in files:
         file.unlink()
     given = exported(ROOT / "tasks/countdown/train.sh", {"ARTIFACTS": str(workplace.artifacts), **variables})
-    code = "import sys; from tests import stub_evaluate as stub; sys.argv[0] = ''\nwith stub.answering(): stub.evaluate()"
+    code = "from tests import stub_evaluate as stub\nwith stub.answering(): stub.evaluate()"
     reader, writer = os.pipe()
     os.close(reader)
     ran = [PYTHON, "-c", code, *arguments]

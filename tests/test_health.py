@@ -272,8 +272,8 @@ def test_no_reward_counts_when_it_lasts_and_the_same_score_for_all_is_not_none()
         (-1.0, 0.0, "every sample scored -1 for 3 steps, and 0.0% are right: the task is too hard"),
         (-1.0, None, "every sample scored -1 for 3 steps: the task is too hard"),
         (0.3, 0.0, "every sample scored 0.3 for 3 steps, and 0.0% are right: the task is too hard"),
-        (0.0, 0.25, "every sample scored 0 for 3 steps, and 25.0% are right: right answers earn no more than wrong ones"),
-        (1.0, 0.25, "every sample scored 1 for 3 steps, and 25.0% are right: right answers earn no more than wrong ones"),
+        (0.0, 0.25, "every sample scored 0 for 3 steps, and 25.0% are right: right answers earn no more than"),
+        (1.0, 0.25, "every sample scored 1 for 3 steps, and 25.0% are right: right answers earn no more than"),
         (1.0, 0.99, ""),  # solved
         (10.0, None, ""),  # a reward above 1, without `acc`
     ],

@@ -364,7 +364,7 @@ class Command:
     JOBS: int = variable("1", "experiment: trainings at a time, N_GPUS each", positive)
     STEP: str = variable("", "checkpoint to use: `best`, `latest` or its step; empty: best if validated")
     BASE: str = variable("", "compare: model to compare with; an adapter's base model; export: its hub id")
-    FILTER: int = variable("0", "probe: 1 writes prompts whose samples differ in score to signal.parquet", _one_of(0, 1))
+    FILTER: int = variable("0", "probe: 1 writes prompts whose scores differ to signal.parquet", _one_of(0, 1))
     FILTER_LOW: float = variable("0.0", "probe: least accuracy", _from_0)
     FILTER_HIGH: float = variable("1.0", "probe: largest accuracy", _fraction)
     SECONDS: float = variable("120", "attack: how long to search", positive)

@@ -94,7 +94,8 @@ def convert(options: argparse.Namespace) -> dict:
         if opposed := sum((prompt, worse, better) in pairs for prompt, better, worse in pairs):
             noted.add(f"{opposed} pairs contradict another of their prompt, and `make dpo` leaves them out")
         manifest = {"source": "file", "kind": kind, "origin": examples.origin(), "seed": options.seed, "rows": counts}
-        manifest |= {"not_used": examples.unused(), "note": "; ".join(noted), "dropped": dropped, "test_size": test_size}
+        manifest |= {"not_used": examples.unused(), "note": "; ".join(sorted(noted))}
+        manifest |= {"dropped": dropped, "test_size": test_size}
         write_json(new / "manifest.json", manifest)
     return manifest
 

@@ -150,9 +150,9 @@ def start_score(s: Settings) -> tuple[float, str] | None:
 
 def told(s: Settings, rows: list[Row], reward: Guarded, seconds: float = SECONDS) -> Iterator[tuple[str, bool]]:
     """Lines on the guesses, and whether each is a warning: a guess, or no answer at all, earns more than the start's
-    own samples, or much of what a right answer does where none are known; or one answer is OFTEN right. What it earns by being right counts beside
-    known samples where it leaves out the thought that the demonstrations have: such a guess was learned in place of
-    thinking."""
+    own samples, or much of what a right answer does where none are known; or one answer is OFTEN right. What a guess
+    earns by being right counts beside known samples where it leaves out the thought that the demonstrations have: such
+    a guess was learned in place of thinking."""
     if not (others := [row for row in rows[:SOME] if row.demonstration]):
         return
     reward.scores("", [0])  # it may load libraries
@@ -183,6 +183,7 @@ def told(s: Settings, rows: list[Row], reward: Guarded, seconds: float = SECONDS
     shown = [f"{each.policy}: {each.score:.3f} ({each.right:.0%} right)" for each in found]
     yield f"what guesses earn{'' if all_of_it else part}: {'; '.join(shown)}", False
     known = start_score(s)
+    start = known[0] if known else low
     thinks = any(THINKING.search(row.demonstration) for row in rows if row.demonstration)
 
     def tempting(guess: Guess) -> float:
@@ -201,7 +202,6 @@ def told(s: Settings, rows: list[Row], reward: Guarded, seconds: float = SECONDS
     elif not known and tempting(most) > MUCH * (high - low):
         unknown = f"make probe TASK={s.TASK} says what the start's own samples earn"
         yield f"{text}, a right answer {high:.3f}: {advice} ({unknown})", True
-    elif often := [each for each in found if each.policy == ALIKE and each.right >= OFTEN]:
-        if not known or often[0].score > known[0]:
-            text = f"{ALIKE}, such as {often[0].response!r:.80}, is right for {often[0].right:.0%} of the prompts"
-            yield f"{text}: the training may learn it alone; balance the answers, or ask for more than a choice", True
+    elif often := [each for each in found if each.policy == ALIKE and each.right >= OFTEN and each.score > start]:
+        text = f"{ALIKE}, such as {often[0].response!r:.80}, is right for {often[0].right:.0%} of the prompts"
+        yield f"{text}: the training may learn it alone; balance the answers, or ask for more than a choice", True

@@ -91,7 +91,7 @@ def by_prompt(rollouts: list[Rollout]) -> pd.DataFrame:
 
 def _answer(rollout: Rollout) -> dict[str, float]:
     """What ``OF_ANSWERS`` says of one completion with a reward. Without a reward's ``format`` those are unreadable that
-    a lenient reader alone finds right. NaN: no lenient reader was asked; of the first two, and there is no ``format``."""
+    a lenient reader alone finds right. NaN: no lenient reader was asked, and for the first two no ``format``."""
     right, asked = rollout.reward["acc"] > 0, rollout.lenient is not None
     loss, known = bool(rollout.lenient) and not right, asked or "format" in rollout.reward
     unreadable = not right and (loss or not readable(rollout.reward))

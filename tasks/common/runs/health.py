@@ -280,7 +280,7 @@ def _no_reward(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
         cause = "the task is too hard for this start, or its answers are not recognised"
         way = f"{cause}; {_warm_up(s)}, {_easier(s)}, and look at the rollouts"
         if right:
-            way = "right answers earn no more than wrong ones; see in the rollouts what the reward asks besides, or mend it"
+            way = "right answers earn no more than wrong ones; look at the rollouts, and mend the reward"
         yield f"every sample scored {row['critic/score/max']:g} for {REWARD_STEPS} steps{said}: {way}"
 
 
