@@ -635,6 +635,44 @@ def test_what_is_right_is_no_partial_credit(s):
 
 
 @pytest.mark.parametrize(
+    ("yes", "start", "warned"),
+    [(12, None, True), (11, None, True), (12, 0.3, True), (12, 0.7, False), (6, None, False)],
+)
+def test_one_answer_that_is_right_for_nearly_half_is_warned_of(yes, start, warned, s):
+    """Nothing is wrong with a right answer, but this one needs no look at the prompt."""
+    truths = ["yes" if i < yes else f"no {i}" for i in range(24)]
+    found = [Row(f"question {i}", truth, f"<answer>{truth}</answer>") for i, truth in enumerate(truths)]
+
+    def score(source, response, truth, extra=None):
+        return scored(last_answer(response) == truth)
+
+    if start is not None:
+        started_at(s, start)
+    (_, _), *lines = told(s, found, score)
+    assert bool(lines) == warned
+    for warning, warns in lines:
+        assert warns and f"such as '<answer>yes</answer>', is right for {(yes - 1) / 23:.0%} of the prompts" in warning
+
+
+@pytest.mark.parametrize("shape", ["<answer>{}</answer>", "<answer>[{}]</answer>", "<think>so</think>{}"])
+def test_all_labels_at_once_are_a_policy(shape, s):
+    """F1 pays it well where rows have several of few labels, and exactly right it is never."""
+    labels = ["art", "law", "war", "sea"]
+    sets = [{labels[i % 4], labels[(i // 4 + i + 1) % 4]} for i in range(16)]
+    answers = [", ".join(sorted(each)) for each in sets]
+    found = [Row(f"text {i}", text.replace(" ", ""), shape.format(text)) for i, text in enumerate(answers)]
+
+    def score(source, response, truth, extra=None):
+        said = {*re.split(r"[,\s]+", (last_answer(response) or response.rpartition(">")[2]).strip("[]"))}
+        hits = len(said & {*truth.split(",")})
+        return {"score": 2 * hits / (len(said) + len(truth.split(","))), "acc": float(said == {*truth.split(",")})}
+
+    (earns, _), (warning, warns) = told(s, found, score)
+    assert "every part of an answer, no thought: 0.6" in earns
+    assert warns and all(label in warning for label in labels)
+
+
+@pytest.mark.parametrize(
     ("wrong", "start", "warned"),
     [(-0.5, None, True), (-0.1, None, False), (-0.5, -0.4, True), (-0.5, 0.1, False), (0.0, 0.3, False)],
 )

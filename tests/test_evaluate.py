@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shutil
 import statistics
@@ -22,7 +23,7 @@ from verl_tasks.evaluation import sample
 from verl_tasks.evaluation.engine_pool import Hardware
 from verl_tasks.evaluation.engines import Sampling
 from verl_tasks.evaluation.main import next_steps
-from verl_tasks.evaluation.probe import by_prompt, partial_credit, probed
+from verl_tasks.evaluation.probe import by_prompt, partial_credit, probed, write_signal
 from verl_tasks.evaluation.rollouts import Rollout, write_rollouts
 from verl_tasks.evaluation.sample import Job, Scoring, sampling
 from verl_tasks.evaluation.statistics import Estimate
@@ -30,10 +31,10 @@ from verl_tasks.evaluation.summary import Difference
 from verl_tasks.evaluation.tables import gain
 from verl_tasks.files import read_json, write_json
 from verl_tasks.machine.memory import EMBEDDED_CONFIG
-from verl_tasks.rows import chat, rl_row, rl_schema, write_parquet
+from verl_tasks.rows import chat, read_rows, rl_row, rl_schema, validate_parquet, write_parquet
 from verl_tasks.runs.folder import more_training
 from verl_tasks.runs.run import Run
-from verl_tasks.settings import SettingsError, load_settings
+from verl_tasks.settings import Command, SettingsError, load_settings
 
 PROMPTS = 6
 TRUTH = "7"
@@ -399,6 +400,7 @@ def test_the_verdict_on_partial_credit_fits_what_there_is(scores, right, value, 
         ((1.0, 0.0, 1.0, 0.0), True, "good: the samples of a prompt differ", "train: the data has signal"),
         ((1.0, -1.0, -1.0, 1.0), False, "right samples earn no more than wrong ones", "mend the reward: right samples"),
         ((0.0, 1.0, 0.1, 0.4), False, "right samples earn no more than wrong ones", "mend the reward: right samples"),
+        ((-1.0,) * 4, False, "right samples earn no more than wrong ones", "mend the reward: right samples"),
     ],
 )
 def test_the_verdict_on_variance_knows_small_scores_and_a_reward_upside_down(scores, variance_good, words, conclusion):
@@ -435,13 +437,30 @@ def test_probe_gives_the_exact_signal_of_each_prompt_and_the_verdict(workplace):
     assert verdict["signal without a right answer"]["value"] == pytest.approx(partial(scores, RIGHT))
     assert "=> train: the data has signal" in result.stdout
     assert (folder / "probe.png").read_bytes().startswith(b"\x89PNG")
-    # Strictly between 0 and 1: prompts 1, 2 and 3.
-    from verl_tasks.rows import read_rows, validate_parquet
-
-    assert validate_parquet(folder / "signal.parquet") == 3
+    # All but prompt 0, whose samples are all right.
+    assert validate_parquet(folder / "signal.parquet") == 5
     kept = [row["prompt"][0]["content"] for row in read_rows(folder / "signal.parquet")]
-    assert kept == ["train 1", "train 2", "train 3"]
+    assert kept == [f"train {i}" for i in range(1, 6)]
     assert f"TRAIN_FILE={folder}/signal.parquet" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("bounds", "kept"),
+    [({}, [1, 3, 5]), ({"FILTER_LOW": "0.5"}, [3, 5]), ({"FILTER_LOW": "0.5", "FILTER_HIGH": "0.9"}, [3])],
+)
+def test_the_filter_keeps_what_grpo_learns_from(workplace, bounds, kept):
+    """F1 as the score: it differs where no sample is exactly right, and may be one where all are wrong or right."""
+    scores = [(0.2, 0.2), (0.2, 0.6), (0.0, 0.0), (1.0, 0.6), (1.0, 1.0), (1.0, 0.9)]
+    right = [(0, 0), (0, 0), (0, 0), (1, 0), (1, 1), (1, 1)]
+    rollouts = [
+        Rollout(i, "sampled", n, "", "stop", 1, 0.5, [], "t", "7", {}, {"score": score, "acc": right[i][n]})
+        for i, both in enumerate(scores)
+        for n, score in enumerate(both)
+    ]
+    data, found = workplace.artifacts / "data/countdown/train.parquet", workplace.artifacts / "signal.parquet"
+    s = replace(task_settings("countdown"), TRAIN_FILE=str(data))
+    write_signal(s, load_settings(bounds | {"STAGE": "probe"}, cls=Command), by_prompt(rollouts), found)
+    assert [row["prompt"][0]["content"] for row in read_rows(found)] == [f"train {i}" for i in kept]
 
 
 def test_a_reward_may_return_a_key_that_is_called_like_a_column_of_the_probe():
@@ -470,11 +489,9 @@ def test_probe_says_what_to_do(workplace, right, said):
 
 @pytest.mark.medium
 def test_a_filter_that_leaves_nothing_says_so_and_writes_no_parquet(workplace):
-    model = workplace.model("m", table([16, 16, 0, 0, 0, 0], 16, GREEDY))
+    model = workplace.model("m", table([16] * 6, 16, GREEDY))
     result = workplace.run("probe", str(model), N="16", FILTER="1")
-    assert (
-        result.returncode == 1 and "error: FILTER=1: no prompt has accuracy strictly between 0 and 1" in result.stdout
-    )
+    assert result.returncode == 1 and "error: FILTER=1: no prompt has samples of different scores" in result.stdout
     folder = workplace.only("probe/countdown/m-*")
     assert (folder / "probe.json").is_file() and not (folder / "signal.parquet").exists()
 
@@ -682,6 +699,30 @@ def test_bad_values_are_refused_in_one_line(workplace, variables, said):
     assert result.returncode != 0
     (line,) = result.stdout.strip().splitlines()
     assert line.startswith("error:") and said in line
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("command", ["eval", "probe"])
+def test_a_table_ends_quietly_where_its_reader_has_seen_enough(workplace, command):
+    """As `make runs | head` does: what the command writes is there, and no error is said."""
+    base, trained = (workplace.model(name, table(RIGHT, 16, GREEDY)) for name in ("base", "trained"))
+    arguments = [command, *([f"base={base}", f"trained={trained}"] if command == "eval" else [str(base)])]
+    variables = {"N": "16", "FILTER": "1"}
+    assert workplace.run(*arguments, **variables).returncode == 0  # sampled before: nothing but the tables is left
+    names = ("summary.json", "signal.parquet")
+    files = [file for file in workplace.artifacts.rglob("*") if file.name in names]
+    for file in files:
+        file.unlink()
+    given = exported(ROOT / "tasks/countdown/train.sh", {"ARTIFACTS": str(workplace.artifacts), **variables})
+    code = "from tests import stub_evaluate as stub\nwith stub.answering(): stub.evaluate()"
+    reader, writer = os.pipe()
+    os.close(reader)
+    ran = [PYTHON, "-c", code, *arguments]
+    environment = given | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(ran, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert files and all(file.exists() for file in files)
 
 
 # ---- the model's window

@@ -265,6 +265,28 @@ def test_no_reward_counts_when_it_lasts_and_the_same_score_for_all_is_not_none()
     assert found({step: right for step in range(1, 21)}) == []
 
 
+@pytest.mark.parametrize("method", ["grpo", "ppo"])
+@pytest.mark.parametrize(
+    ("score", "right", "said"),
+    [
+        (-1.0, 0.0, "every sample scored -1 for 3 steps, and 0.0% are right: the task is too hard"),
+        (-1.0, None, "every sample scored -1 for 3 steps: the task is too hard"),
+        (0.3, 0.0, "every sample scored 0.3 for 3 steps, and 0.0% are right: the task is too hard"),
+        (0.0, 0.25, "every sample scored 0 for 3 steps, and 25.0% are right: right answers earn no more than"),
+        (1.0, 0.25, "every sample scored 1 for 3 steps, and 25.0% are right: right answers earn no more than"),
+        (1.0, 0.99, ""),  # solved
+        (10.0, None, ""),  # a reward above 1, without `acc`
+    ],
+)
+def test_the_same_score_for_right_and_wrong_is_no_reward(score, right, said, method):
+    """A constant -1 had passed without a word where there are no groups."""
+    row = {f"critic/score/{end}": score for end in ("min", "max", "mean")}
+    row |= {} if right is None else {"answers/right": right}
+    told = newest_by_rule(findings({step: row for step in (1, 2, 3)}, replace(SETTINGS, METHOD=method)))
+    texts = [each.text for each in told if each.rule == "no_reward"]
+    assert texts[0].startswith(said) if said else not texts
+
+
 def test_a_policy_that_unlearns_falls():
     score = {step: {"critic/score/mean": value} for step, value in enumerate((0.4, 0.3, 0.09, 0.09, 0.11, 0.09), 1)}
     assert found(score) == []

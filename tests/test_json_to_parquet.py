@@ -100,7 +100,8 @@ BAD = {
     "json: empty": (".json", "", "is not JSON"),
     "json: no rows": (".json", "[]", "has no rows"),
     "json: text": (".json", '"x"', "must be a JSON array of objects"),
-    "json: one object on lines": (".json", '{\n "a": 1}', "line 1: is not JSON"),
+    "json: one object on lines": (".json", '{\n "a": 1}', "one object a line; its first line is no whole object: {$"),
+    "json: rows in an object": (".json", '\ufeff{"data": [\n{"a": 1}\n]}', r'line is no whole object: {"data": \[$'),
     "json: cut in text": (".json", '[{"a": 1}, {"a": "x', "is not JSON .*Unterminated.*line 1 column 18"),
     "json: comma at the end": (".json", '[{"a": 1},]', "is not JSON"),
     "json: more": (".json", '[{"a": 1}] x', "is not JSON .*Extra data"),
@@ -322,6 +323,18 @@ def test_rl_rows(tmp_path):
     }
     assert {row["data_source"] for row in train} == {"sums"}
     assert manifest["origin"] == [Records(path).origin()]
+
+
+def test_pairs_that_contradict_one_another_are_counted(tmp_path):
+    """`make dpo` leaves them out; here they had been rows like the others."""
+    rows = [{"prompt": f"p {i}", "chosen": "a", "rejected": "b"} for i in range(8)]
+    rows += [{"prompt": "p 0", "chosen": "b", "rejected": "a"}, {"prompt": "p 1", "chosen": "c", "rejected": "a"}]
+    file = write_rows(tmp_path / "x.jsonl", rows)
+    manifest = convert(parse([str(file), str(tmp_path / "out")]))
+    assert sum(manifest["rows"].values()) == 10
+    assert "2 pairs contradict another of their prompt, and `make dpo` leaves them out" in describe(manifest)
+    manifest = convert(parse([str(write_rows(file, rows[:8])), str(tmp_path / "out")]))
+    assert "contradict another" not in describe(manifest)
 
 
 def test_dpo_rows(tmp_path):

@@ -284,6 +284,18 @@ def test_prompts_of_unequal_numbers_of_samples_are_said_to_be_so():
     assert tables.sizes(summarize(raised)).startswith("3 prompts, 3 to 4 samples each; 1 completions not counted")
 
 
+def test_the_title_of_several_models_has_the_errors_of_each():
+    """Those of the last model alone had stood there."""
+    fine = graded([1.0, 0.0], [1, 0], 3)
+    raised = [replace(fine[0], reward=None, error="boom"), *fine[1:]]
+    both = {"sft": summarize(raised), "grpo": summarize(fine)}
+    assert tables.all_sizes(both) == (
+        "sft: 3 prompts, 1 to 2 samples each; 1 completions not counted: the reward raised on them; "
+        "grpo: 3 prompts, 2 samples each"
+    )
+    assert tables.all_sizes({"sft": both["grpo"], "grpo": both["grpo"]}) == "3 prompts, 2 samples each"
+
+
 def test_no_difference_at_all_is_no_chance():
     assert outcome([YES, NO], [YES, NO]).splitlines()[0].endswith("p 1.0000 (paired bootstrap): no prompt differs")
 
@@ -302,6 +314,15 @@ def test_without_a_lenient_reader_nothing_is_said_of_form():
     changes = differences(plain, plain)
     assert "lenient" not in changes and tables.parts(changes) == "" and "format_loss" not in summarize(plain)["metrics"]
     assert tables.answers({"base": {"metrics": {}}}) == ""
+
+
+def test_without_format_and_a_lenient_reader_no_share_is_called_unreadable():
+    """0.0% had been shown, where nothing says which wrong answers could be read."""
+    plain = graded([1.0, 0.0], [1, 0])
+    assert not {"wrong", "unreadable"} & {*by_prompt(plain), *differences(plain, plain)}
+    assert tables.answers({"base": summarize(plain)}) == "base: 50.0% right"
+    read_all = [replace(each, reward=each.reward | {"format": 1.0}) for each in plain]
+    assert tables.answers({"base": summarize(read_all)}) == "base: 50.0% right, 50.0% wrong, 0.0% unreadable"
 
 
 def test_a_difference_that_is_nearly_0_has_no_sign():

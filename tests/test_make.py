@@ -154,6 +154,7 @@ def test_the_stack_of_the_machine_is_printed_once_and_is_that_of_train_sh(tmp_pa
         ("experiment", {"METHODS": "grpo"}, "METHODS=grpo: name two or more"),
         ("experiment", {"METHODS": "grpo,magic"}, "METHOD=magic: must be one of"),
         ("config", {"METHOD": "dpo"}, "METHOD=dpo: has no config of verl"),
+        *((goal, {"METHOD": "distill"}, "TEACHER is empty: METHOD=distill learns") for goal in ("config", "train")),
     ],
 )
 def test_other_goals_refuse_in_one_line(goal, variables, said, tmp_path):

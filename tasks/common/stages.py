@@ -79,7 +79,7 @@ STAGES = {
     ),
     "probe": Stage(
         _BEFORE,
-        "sample MODEL on the data: do the rewards of a prompt differ? FILTER=1 drops prompts never or always right",
+        "sample MODEL on the data: do the rewards of a prompt differ? FILTER=1 drops prompts where not",
         ("data", "model", "probe"),
         gpu=True,
         evaluates=True,

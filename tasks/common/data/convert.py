@@ -67,7 +67,7 @@ def convert(options: argparse.Namespace) -> dict:
     usual = 0 if any(part.split == "test" for part in parts) else 0.05
     test_size = usual if options.test_size is None else options.test_size
     name = options.data_source or Path(options.input).stem
-    noted = set()
+    noted, pairs = set(), set()
 
     def made(record: dict) -> Iterator[Example]:
         read = conversation(record, columns)
@@ -75,6 +75,8 @@ def convert(options: argparse.Namespace) -> dict:
             noted.add("verl's SFT trainer learns every turn of the assistant, also those of weight 0 before the last")
         if read.chosen is not None and kind != "dpo":
             raise DataError(f"has chosen and rejected answers, which are no {kind} row; use --kind dpo")
+        if kind == "dpo" and (example := make(read)):
+            pairs.add((prepare.prompt_text(example), read.chosen, read.rejected))
         return filter(None, [make(read)])
 
     examples = prepare.Examples(parts, made)
@@ -89,8 +91,11 @@ def convert(options: argparse.Namespace) -> dict:
             counts, dropped = write_split(examples, new, form, Sizes(options.max_samples, test_size), options.seed)
         except SplitError as error:
             raise DataError(f"{options.input}: {error}") from error
+        if opposed := sum((prompt, worse, better) in pairs for prompt, better, worse in pairs):
+            noted.add(f"{opposed} pairs contradict another of their prompt, and `make dpo` leaves them out")
         manifest = {"source": "file", "kind": kind, "origin": examples.origin(), "seed": options.seed, "rows": counts}
-        manifest |= {"not_used": examples.unused(), "note": "".join(noted), "dropped": dropped, "test_size": test_size}
+        manifest |= {"not_used": examples.unused(), "note": "; ".join(sorted(noted))}
+        manifest |= {"dropped": dropped, "test_size": test_size}
         write_json(new / "manifest.json", manifest)
     return manifest
 

@@ -199,11 +199,15 @@ def _hub_answers() -> bool:
 
 def _json(path: Path) -> Iterator[tuple[str, dict]]:
     content = path.read_bytes()
-    if re.match(rb"(\xef\xbb\xbf)?\s*\{", content):
+    wanted = "must be a JSON array of objects, or one object a line"
+    if first := re.match(rb"(?:\xef\xbb\xbf)?\s*(\{[^\r\n]*)", content):
+        if not first[1].rstrip().endswith(b"}"):
+            shown = one_line(first[1][:200].decode("utf-8", "replace"))
+            raise DataError(f"{wanted}; its first line is no whole object: {shown}")
         return _lines(path)
     rows = _decoded(content)
     if not isinstance(rows, list):
-        raise DataError("must be a JSON array of objects, or one object a line")
+        raise DataError(wanted)
     return ((f"row {index}", row) for index, row in enumerate(rows))
 
 

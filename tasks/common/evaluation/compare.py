@@ -11,7 +11,7 @@ from verl_tasks.evaluation.statistics import mcnemar
 from verl_tasks.evaluation.summary import Difference, by_prompt, conversations_of, differences, summarize
 from verl_tasks.files import write_json, write_text
 from verl_tasks.settings import Settings, artifacts
-from verl_tasks.text import one_line
+from verl_tasks.text import one_line, show
 
 LABELS = ("base", "warm-up", "trained")
 SHOWN = 20  # gained and lost prompts in the Markdown report; the JSON has all
@@ -117,7 +117,7 @@ def compare(s: Settings, scoring: Scoring, base: str, *warm_up_and_trained: str)
     write_text(folder / "compare.md", markdown(s.TASK, found, changes, texts))
     by_model = {label: by_prompt(each) for label, each in rollouts.items()}
     before, trained = (by_model[label].get("score", pd.Series(dtype=float)) for label in (found["against"], "trained"))
-    sizes = tables.sizes(found["trained"])
+    sizes = tables.all_sizes(summaries)
     # Only here: `make eval` draws nothing and writes no spreadsheet.
     from verl_tasks.evaluation import plots
     from verl_tasks.evaluation.spreadsheet import write_xlsx
@@ -127,9 +127,8 @@ def compare(s: Settings, scoring: Scoring, base: str, *warm_up_and_trained: str)
 
     title = f"{s.TASK}: {' -> '.join(map(model_name, models.values()))}; {sizes}"
     tables.show_table(title, *tables.comparison_table(summaries, changes, pair))
-    print(*tables.outcome(pair, summaries, changes), tables.gained_text(found["mcnemar"]), sep="\n")
+    lines = [*tables.outcome(pair, summaries, changes), tables.gained_text(found["mcnemar"])]
     for name in ("gained", "lost"):
-        for index in found[name][:3]:
-            print(f"  {name} {index}: {one_line(texts[index])}")
-    print(f"{folder}/compare.json, .md, .png, .xlsx")
+        lines += [f"  {name} {index}: {one_line(texts[index])}" for index in found[name][:3]]
+    show("\n".join([*lines, f"{folder}/compare.json, .md, .png, .xlsx"]))
     return report_errors([r for each in found_once.values() for r in each])

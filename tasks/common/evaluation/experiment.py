@@ -8,11 +8,12 @@ import pandas as pd
 from verl_tasks.evaluation.sample import Scoring, report_errors, sampled, test_job
 from verl_tasks.evaluation.statistics import pooled_mean
 from verl_tasks.evaluation.summary import Difference, by_prompt, differences, summarize
-from verl_tasks.evaluation.tables import comparison_table, markdown_table, markdown_text, p_text, show_table, sizes
+from verl_tasks.evaluation.tables import all_sizes, comparison_table, markdown_table, markdown_text, p_text, show_table
 from verl_tasks.files import write_json, write_text
 from verl_tasks.runs.folder import run_of
 from verl_tasks.runs.run import read_metrics, recorded
 from verl_tasks.settings import REPORTING, Settings, artifacts, fingerprint
+from verl_tasks.text import show
 
 START = "start"
 SWEPT = {"METHOD", "LR", "TRAIN_SEED"}
@@ -127,7 +128,7 @@ def experiment(s: Settings, scoring: Scoring, models: dict[str, str]) -> int:
     }
     write_json(folder / "experiment.json", found)
     seeds = max(len(arm.labels) for arm in arms)
-    title = f"{s.TASK}: {sizes(summaries[START])}{f', {seeds} seeds' if seeds > 1 else ''}; mean [95 % interval]"
+    title = f"{s.TASK}: {all_sizes(summaries)}{f', {seeds} seeds' if seeds > 1 else ''}; mean [95 % interval]"
     header = ["method", "runs", "steps", "s/step", "minutes", "reward, first quarter", "last quarter", "entropy, end"]
     change_rows = [
         [pair, name, each.difference.signed(), p_text(each.p_value), each.test]
@@ -145,10 +146,10 @@ def experiment(s: Settings, scoring: Scoring, models: dict[str, str]) -> int:
         show_table(name, *table)
         parts += [f"## {name}", markdown_table(*table)]
     if how:
-        print(f"rates: {', '.join(f'{name} {arm.rate:g}' for name, arm in best.items())}; chosen by {how}")
+        show(f"rates: {', '.join(f'{name} {arm.rate:g}' for name, arm in best.items())}; chosen by {how}")
     parts += ["## settings", _listed(shared), *(f"- {arm}: {_listed(each)}" for arm, each in own.items())]
     write_text(folder / "experiment.md", "\n\n".join(parts) + "\n")
-    print(f"{folder}/experiment.json, .md")
+    show(f"{folder}/experiment.json, .md")
     return report_errors([r for each in rollouts.values() for r in each])
 
 

@@ -17,14 +17,17 @@ from verl_tasks.evaluation.exploits import SOME, THINKING, TURN, Row, visible
 from verl_tasks.evaluation.sample import reward_mark
 from verl_tasks.files import read_json
 from verl_tasks.guarded import Guarded, Result
+from verl_tasks.rewards.answers import last_answer
 from verl_tasks.runs.folder import all_runs, run_of
 from verl_tasks.runs.run import read_metrics, recorded
 from verl_tasks.settings import Settings, artifacts, code_digest
 
+OFTEN = 0.4  # share of rows for which one answer may be right
 MUCH = 0.2  # of what a right answer earns more than none, where no samples of the start are known
 ROWS, SECONDS = 24, 5.0
 POLICIES, LEAST = 3, 2  # how many ``policies`` has; rows that a mean is of at least
-_DIGITS = re.compile(r"\d+(?:\.\d+)?")
+ALIKE = "one answer for all, no thought"
+_DIGITS, _BETWEEN = re.compile(r"\d+(?:\.\d+)?"), re.compile(r"\s*[,;|\n]\s*")
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,18 @@ def with_numbers(text: str, other: str, own: str) -> str | None:
     return None if changed == text else changed
 
 
+def with_all_parts(texts: list[str]) -> str | None:
+    """The one of ``texts`` whose answer has the most parts, with those of all answers: every label at once. None where
+    no answer has several."""
+    answers = {text: (last_answer(text) or text).strip("[] \n") for text in texts}
+    parts = dict.fromkeys(part for answer in answers.values() for part in _BETWEEN.split(answer) if part)
+    text = max(texts, key=lambda text: len(_BETWEEN.findall(answers[text])))
+    if not (between := _BETWEEN.search(answers[text])):
+        return None
+    before, _, after = text.rpartition(answers[text])
+    return before + between[0].join(parts) + after
+
+
 def policies(others: list[Row]) -> dict[str, Callable[[Row], str | None]]:
     """What a policy could say to any row that has seen the demonstrations of ``others`` alone: of the first, or of the
     first that fits the row."""
@@ -68,7 +83,7 @@ def policies(others: list[Row]) -> dict[str, Callable[[Row], str | None]]:
         found = (with_numbers(visible(text), other.prompt, row.prompt) for other, text in shapes if other is not row)
         return next(filter(None, found), None)
 
-    found = {"one answer for all, no thought": lambda row: None if row is others[0] else visible(whole[0])}
+    found = {ALIKE: lambda row: None if row is others[0] else visible(whole[0])}
     found["a guess of the row's numbers, no thought"] = guess
     if thought:
         found["one thought for all, and such a guess"] = lambda row: (text := guess(row)) and thought + text
@@ -87,8 +102,10 @@ def guesses(rows: list[Row], others: list[Row], made: int, reward: Guarded, ends
     """The best guess of each policy over the ``rows``, the one that earns most first, from the demonstrations of
     ``others``, each of the first ``made`` in turn before the rest. ``ends``: when the time is over (time.monotonic)."""
     best = {}
-    for place in range(made):
-        said = policies([*others[place:], *others[:place]])
+    tried = [policies([*others[place:], *others[:place]]) for place in range(made)]
+    if every := with_all_parts([visible(row.demonstration.split(TURN)[-1]) for row in others]):
+        tried = [{"every part of an answer, no thought": lambda row: every}, *tried]
+    for said in tried:
         results = {name: [] for name in said}
         for i, row in enumerate(rows):
             if time.monotonic() >= ends:
@@ -133,9 +150,9 @@ def start_score(s: Settings) -> tuple[float, str] | None:
 
 def told(s: Settings, rows: list[Row], reward: Guarded, seconds: float = SECONDS) -> Iterator[tuple[str, bool]]:
     """Lines on the guesses, and whether each is a warning: a guess, or no answer at all, earns more than the start's
-    own samples, or much of what a right answer does where none are known. What it earns by being right counts beside
-    known samples where it leaves out the thought that the demonstrations have: such a guess was learned in place of
-    thinking."""
+    own samples, or much of what a right answer does where none are known; or one answer is OFTEN right. What a guess
+    earns by being right counts beside known samples where it leaves out the thought that the demonstrations have: such
+    a guess was learned in place of thinking."""
     if not (others := [row for row in rows[:SOME] if row.demonstration]):
         return
     reward.scores("", [0])  # it may load libraries
@@ -166,6 +183,7 @@ def told(s: Settings, rows: list[Row], reward: Guarded, seconds: float = SECONDS
     shown = [f"{each.policy}: {each.score:.3f} ({each.right:.0%} right)" for each in found]
     yield f"what guesses earn{'' if all_of_it else part}: {'; '.join(shown)}", False
     known = start_score(s)
+    start = known[0] if known else low
     thinks = any(THINKING.search(row.demonstration) for row in rows if row.demonstration)
 
     def tempting(guess: Guess) -> float:
@@ -184,3 +202,6 @@ def told(s: Settings, rows: list[Row], reward: Guarded, seconds: float = SECONDS
     elif not known and tempting(most) > MUCH * (high - low):
         unknown = f"make probe TASK={s.TASK} says what the start's own samples earn"
         yield f"{text}, a right answer {high:.3f}: {advice} ({unknown})", True
+    elif often := [each for each in found if each.policy == ALIKE and each.right >= OFTEN and each.score > start]:
+        text = f"{ALIKE}, such as {often[0].response!r:.80}, is right for {often[0].right:.0%} of the prompts"
+        yield f"{text}: the training may learn it alone; balance the answers, or ask for more than a choice", True

@@ -11,7 +11,17 @@ from verl_tasks.evaluation.lenient import read as read_leniently
 from verl_tasks.evaluation.rollouts import Rollout, in_order, read_rollouts, rescored, write_rollouts
 from verl_tasks.evaluation.sample import Job, Scoring, bounds, endpoint_job, report_errors, sampled, test_job
 from verl_tasks.evaluation.summary import Difference, OwnMetrics, differences, summarize
-from verl_tasks.evaluation.tables import GAIN, LOSS, comparison_table, headline, outcome, show_table, sizes, verdict
+from verl_tasks.evaluation.tables import (
+    GAIN,
+    LOSS,
+    all_sizes,
+    comparison_table,
+    headline,
+    outcome,
+    show_table,
+    sizes,
+    verdict,
+)
 from verl_tasks.files import read_json, write_json
 from verl_tasks.leftovers import interrupt_on_sigterm
 from verl_tasks.process import errors_in_one_line
@@ -19,6 +29,7 @@ from verl_tasks.rewards.answers import JudgeError
 from verl_tasks.rewards.environment import Environment
 from verl_tasks.rows import DataError
 from verl_tasks.settings import Command, Settings, SettingsError, artifacts, fingerprint, load_settings
+from verl_tasks.text import show
 
 EASY = 0.9  # right before RL: what is left is less than most intervals
 STOPPED = "stopped; finished samples are kept, the same command continues"
@@ -43,22 +54,22 @@ def evaluate_models(s: Settings, command: Command, scoring: Scoring, models: dic
         print(f"  {name} at {job.endpoint}: {', '.join(counted).replace('_', ' ')} in all")
     *earlier, last = models or asked
     before = "sft" if "sft" in earlier else next(iter(earlier), None)
-    title = f"{s.TASK}: {sizes(summaries[last])}; mean [95 % interval]"
+    title = f"{s.TASK}: {all_sizes(summaries)}; mean [95 % interval]"
     if before is None:
         show_table(title, *comparison_table(summaries))
-        print(*outcome("", summaries, None), sep="\n")
+        show("\n".join(outcome("", summaries, None)))
         return report_errors(all_rollouts[last])
     changes, pair = differences(all_rollouts[before], all_rollouts[last], scoring.own_metrics), f"{last} - {before}"
     paired = {"to": models[before], "metrics": {name: asdict(change) for name, change in changes.items()}}
     write_json(jobs[last].folder(root) / "summary.json", {"model": models[last], **summaries[last], "paired": paired})
     header, rows = comparison_table(summaries, changes, pair)
     show_table(title, header[:-1], [row[:-1] for row in rows])
-    print(*outcome(pair, summaries, changes), sep="\n")
+    show("\n".join(outcome(pair, summaries, changes)))
     if last != "sft" and changes:
         name = headline(changes)
         tries = next_steps(s, changes[name], all_rollouts[last], summaries[before]["metrics"][name]["value"])
         if tries:
-            print("\n".join(["What to try:", *(f"  {line}" for line in tries)]), flush=True)
+            show("\n".join(["What to try:", *(f"  {line}" for line in tries)]))
     return report_errors([r for rollouts in all_rollouts.values() for r in rollouts])
 
 
@@ -91,9 +102,9 @@ def summarized(
     for label, job in jobs.items():
         write_json(job.folder(root) / "summary.json", {"model": job.model, **summaries[label]})
         if shown:
-            print(f"  {label}: {job.model}\n    {job.folder(root)}")
+            show(f"  {label}: {job.model}\n    {job.folder(root)}")
     if not any_sampled:
-        print("  up to date: nothing to sample")
+        show("  up to date: nothing to sample")
     return rollouts, summaries
 
 
@@ -120,7 +131,7 @@ def rescore(s: Settings, command: Command, scoring: Scoring) -> int:
     write_rollouts(folder / "rollouts.jsonl", rollouts)
     write_json(folder / "summary.json", {"model": f"rollouts of {source}", **summary})
     show_table(f"{s.TASK}: {sizes(summary)}", *comparison_table({"mean [95 % interval]": summary}))
-    print(f"{changed} of {len(rollouts)} completions have another reward than stored; written to {folder}")
+    show(f"{changed} of {len(rollouts)} completions have another reward than stored; written to {folder}")
     return report_errors(rollouts)
 
 

@@ -19,6 +19,7 @@ from verl_tasks.rows import DataError, read_rows, write_parquet
 from verl_tasks.runs.folder import run_of
 from verl_tasks.runs.run import recorded
 from verl_tasks.settings import Command, Settings, SettingsError, artifacts
+from verl_tasks.text import show
 
 RARE = 0.03  # accuracy of a start below which RL sees too few right answers; from 0.042 it learned (docs/TUNING.md)
 MOSTLY = 0.5  # share of samples that are cut off above which that is why few are right
@@ -90,7 +91,7 @@ def verdicts(
         "high: little is left to learn; harder data, or FILTER=1",
         "too easy for this model: take harder data",
     )[(accuracy >= RARE) + (accuracy >= 0.1) + (accuracy > 0.8) + (accuracy > 0.95)]
-    upside_down, differ = earns <= 0 and zero_variance < 1, zero_variance < 0.5
+    upside_down, differ = earns <= 0, zero_variance < 0.5
     variance_words = "good: the samples of a prompt differ in reward"
     if upside_down:
         variance_words = UPSIDE_DOWN
@@ -102,7 +103,7 @@ def verdicts(
         f"high: it guesses; {_first(warmed)}",
     )[(entropy >= 0.2) + (entropy > 0.8)]
     groups = "these groups give GRPO no gradient"
-    zero_words = (f"{groups}: FILTER=1 drops prompts that are never or always right", groups)
+    zero_words = (f"{groups}: FILTER=1 drops their prompts", groups)
     if zero_variance == 1:
         lacking = "no signal: the samples of each prompt score alike"
     elif not accuracy:  # then to pay right answers alone would leave nothing
@@ -199,19 +200,20 @@ def newest(task: str, wanted: Callable[[dict], bool]) -> Path | None:
 
 
 def write_signal(s: Settings, command: Command, prompts: pd.DataFrame, path: Path) -> None:
-    """Write the training prompts whose accuracy is strictly between FILTER_LOW and FILTER_HIGH, in order, to ``path``.
-    Raises DataError when there are none."""
-    kept = prompts.index[prompts["accuracy"].between(command.FILTER_LOW, command.FILTER_HIGH, inclusive="neither")]
-    bounds = f"accuracy strictly between {command.FILTER_LOW:g} and {command.FILTER_HIGH:g}"
+    """Write the training prompts whose samples differ in score, which is what GRPO learns from, and have an accuracy
+    from FILTER_LOW to FILTER_HIGH, in order, to ``path``. Raises DataError when there are none."""
+    fits = prompts["accuracy"].between(command.FILTER_LOW, command.FILTER_HIGH)
+    kept = prompts.index[fits & (prompts["variance"] > 0)]
+    bounds = f"samples of different scores and an accuracy from {command.FILTER_LOW:g} to {command.FILTER_HIGH:g}"
     if not len(kept):
         raise DataError(f"FILTER=1: no prompt has {bounds}; nothing is written")
     chosen = set(kept)
     wanted = (row for index, row in enumerate(read_rows(s.train_file, max(chosen) + 1)) if index in chosen)
     write_parquet(wanted, path, pq.read_schema(s.train_file))
-    print(f"  {len(kept)} of {len(prompts)} prompts have {bounds}; train on them:")
-    print(f"  make train TASK={s.TASK} TRAIN_FILE={path}")
+    show(f"  {len(kept)} of {len(prompts)} prompts have {bounds}; train on them:")
+    show(f"  make train TASK={s.TASK} TRAIN_FILE={path}")
     if len(kept) < s.TRAIN_BATCH_SIZE:
-        print(f"  (fewer than TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}: probe more prompts, LIMIT=0 takes all)")
+        show(f"  (fewer than TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}: probe more prompts, LIMIT=0 takes all)")
 
 
 def probe(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
@@ -245,7 +247,7 @@ def probe(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
         rows.append([name, mean, *(f"{values[q]:.3f}" if q in values else "" for q in ("p10", "p50", "p90"))])
     show_table(title, ["per prompt", "mean [95 % interval]", "p10", "median", "p90"], rows)
     show_table("verdict", VERDICT_HEADER, verdict_rows(result))
-    print(f"=> {result['conclusion']}\n  {folder}/probe.json, probe.png, rollouts.jsonl")
+    show(f"=> {result['conclusion']}\n  {folder}/probe.json, probe.png, rollouts.jsonl")
     errors = report_errors(rollouts)
     if command.FILTER:
         write_signal(s, command, prompts, folder / "signal.parquet")

@@ -37,7 +37,7 @@ from verl_tasks.rewards.episode import Limits
 from verl_tasks.rewards.examples import most_stated
 from verl_tasks.rows import DataError, decoded, read_rows, tools_of
 from verl_tasks.settings import Command, Settings, SettingsError, code_digest, fingerprint, judge_settings
-from verl_tasks.text import one_line
+from verl_tasks.text import one_line, show
 
 TOKENS = "tokens.txt"  # beside the rollouts while they are sampled: a line for each answer of the engine, its tokens
 
@@ -224,18 +224,18 @@ def report_errors(rollouts: list[Rollout]) -> int:
     reward has; return how many there are of the first."""
     errors = [r for r in rollouts if r.error]
     for rollout in errors[:5]:
-        print(f"  reward raised on prompt {rollout.index}, {rollout.mode} {rollout.sample}: {rollout.error}")
+        show(f"  reward raised on prompt {rollout.index}, {rollout.mode} {rollout.sample}: {rollout.error}")
     if len(errors) > 5:
-        print(f"  ... and on {len(errors) - 5} more")
+        show(f"  ... and on {len(errors) - 5} more")
     if errors:
-        print("  the tracebacks of the first are in sampling.log, beside the folders of rollouts")
+        show("  the tracebacks of the first are in sampling.log, beside the folders of rollouts")
     if failed := sum(rollout.finish_reason == FAILED for rollout in rollouts):
         why = "read programs-*.log, of environments of other people sampling.log, beside the folders of rollouts"
-        print(f"  {failed} of {len(rollouts)} episodes failed: {why}")
+        show(f"  {failed} of {len(rollouts)} episodes failed: {why}")
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     for key, count in Counter(key for reward in rewards for key in reward).items():
         if count < len(rewards):
-            print(f"  the reward's key {key} is in {count} of {len(rewards)} responses; its mean is theirs alone")
+            show(f"  the reward's key {key} is in {count} of {len(rewards)} responses; its mean is theirs alone")
     return len(errors)
 
 

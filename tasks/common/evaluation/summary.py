@@ -91,13 +91,13 @@ def by_prompt(rollouts: list[Rollout]) -> pd.DataFrame:
 
 def _answer(rollout: Rollout) -> dict[str, float]:
     """What ``OF_ANSWERS`` says of one completion with a reward. Without a reward's ``format`` those are unreadable that
-    a lenient reader alone finds right. NaN: no lenient reader was asked."""
+    a lenient reader alone finds right. NaN: no lenient reader was asked, and for the first two no ``format``."""
     right, asked = rollout.reward["acc"] > 0, rollout.lenient is not None
-    loss = bool(rollout.lenient) and not right
+    loss, known = bool(rollout.lenient) and not right, asked or "format" in rollout.reward
     unreadable = not right and (loss or not readable(rollout.reward))
-    found = {"wrong": not right and not unreadable, "unreadable": unreadable}
-    found |= {"lenient": right or loss if asked else np.nan, "format_loss": loss if asked else np.nan}
-    return {name: float(value) for name, value in found.items()}
+    found = {"wrong": not right and not unreadable, "unreadable": unreadable} if known else {}
+    found |= {"lenient": right or loss, "format_loss": loss} if asked else {}
+    return {name: float(found.get(name, np.nan)) for name in OF_ANSWERS}
 
 
 def _column(key: str) -> str:

@@ -4,6 +4,7 @@ import os
 import re
 import time
 from dataclasses import replace
+from io import StringIO
 
 from rich.console import Console
 from rich.markup import escape
@@ -12,7 +13,7 @@ from rich.table import Table
 from verl_tasks.ends import TIMEOUT, cut_key
 from verl_tasks.evaluation.statistics import Estimate
 from verl_tasks.evaluation.summary import MEANING, Difference
-from verl_tasks.text import one_line, printable
+from verl_tasks.text import one_line, printable, show
 
 GAIN, LOSS = "a gain", "a loss"
 SLOW = 0.05  # of the episodes out of time: they may move a mean by more than most gains
@@ -28,6 +29,13 @@ def sizes(summary: dict) -> str:
     if summary["errors"]:
         text += f"; {summary['errors']} completions not counted: the reward raised on them"
     return text
+
+
+def all_sizes(summaries: dict[str, dict]) -> str:
+    """``sizes`` of several models by label: in one where they are alike."""
+    texts = {label: sizes(summary) for label, summary in summaries.items()}
+    alike = len({*texts.values()}) == 1
+    return texts.popitem()[1] if alike else "; ".join(f"{label}: {text}" for label, text in texts.items())
 
 
 def p_text(p_value: float) -> str:
@@ -87,13 +95,12 @@ def of_score(changes: dict[str, Difference] | None) -> str:
 
 
 def answers(summaries: dict[str, dict]) -> str:
-    """What became of each model's samples, in one line. Empty for a stage's own metrics."""
-    texts = []
+    """What became of each model's samples, as far as it is known, in one line. Empty for a stage's own metrics."""
+    texts, words = [], {"pass@1": "right", "wrong": "wrong", "unreadable": "unreadable"}
     for label, summary in summaries.items():
-        values = [summary["metrics"].get(name, {}).get("value") for name in ("pass@1", "wrong", "unreadable")]
-        if None not in values:
-            said = (f"{value:.1%} {name}" for value, name in zip(values, ("right", "wrong", "unreadable"), strict=True))
-            texts.append(f"{label}: {', '.join(said)}")
+        known = {word: summary["metrics"][name]["value"] for name, word in words.items() if name in summary["metrics"]}
+        if "right" in known:
+            texts.append(f"{label}: {', '.join(f'{value:.1%} {word}' for word, value in known.items())}")
     return "; ".join(texts)
 
 
@@ -145,8 +152,9 @@ def show_table(title: str, header: list[str], rows: list[list[str]]) -> None:
         table.add_column(escape(name), overflow="fold")
     for row in rows:
         table.add_row(*map(escape, row))
-    print(f"\n{printable(title)}", flush=True)
-    Console(width=None if os.isatty(1) else 160, highlight=False).print(table)
+    screen, text = os.isatty(1), StringIO()
+    Console(file=text, force_terminal=screen, width=None if screen else 160, highlight=False).print(table)
+    show(f"\n{printable(title)}\n{text.getvalue()[:-1]}")
 
 
 def markdown_table(header: list[str], rows: list[list[str]]) -> str:

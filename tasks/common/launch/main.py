@@ -352,7 +352,8 @@ def run_stages(stages: dict[str, Callable[[], str]], first: str = "data") -> Non
             print(f"  skipped (FROM={first})", flush=True)
             continue
         started = time.monotonic()
-        print(f"  {stage()} ({time.monotonic() - started:.0f} s)", flush=True)
+        said = f"  {stage()} ({time.monotonic() - started:.0f} s)"
+        show(said) if number == len(stages) else print(said, flush=True)
 
 
 def closing(s: Settings, rounds: list[Run], step: str = "") -> None:
@@ -387,13 +388,15 @@ def _shared_data(s: Settings, first: str) -> None:
 
 
 def print_config(job: Job) -> None:
-    """`make config`: the plan of the training, or of its current round, and verl's resolved config."""
+    """`make config`: the plan of the training, or of its current round, and verl's resolved config. Raises
+    SettingsError for what METHOD cannot train with."""
     from omegaconf import OmegaConf
 
     s = job.s
     if s.by_pairs:
         steps = f"DPO_EPOCHS={s.DPO_EPOCHS} x (pairs / TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}) steps"
         raise SettingsError(f"METHOD={s.METHOD}: has no config of verl; it trains with TRL: {steps}, STEPS is not used")
+    train.check_method(s, job.arguments)
     *before, current = folder.rounds(s, job.arguments)
     first = s.MODEL if s.INIT == "base" else str(folder.sft_dir(s))  # the warm-up may not exist yet
     start = str(export(before[-1])) if before else first

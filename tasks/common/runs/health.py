@@ -271,13 +271,17 @@ def _failed(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
 
 def _no_reward(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
     def none(each: dict) -> bool:
-        return each.get("critic/score/min") == each.get("critic/score/max") == 0 and not each.get("answers/right")
+        low, high = (each.get(f"critic/score/{end}", math.nan) for end in ("min", "max"))
+        return low == high and each.get("answers/right", float(high >= each["highest"])) < SOLVED
 
     if s.METHOD != "distill" and _for_steps(REWARD_STEPS, row, before, none):
-        yield (
-            f"no reward in {REWARD_STEPS} steps: the task is too hard for this start, or its answers are not "
-            f"recognised; {_warm_up(s)}, {_easier(s)}, and look at the rollouts"
-        )
+        right = row.get("answers/right")
+        said = "" if right is None else f", and {right:.1%} are right"
+        cause = "the task is too hard for this start, or its answers are not recognised"
+        way = f"{cause}; {_warm_up(s)}, {_easier(s)}, and look at the rollouts"
+        if right:
+            way = "right answers earn no more than wrong ones; look at the rollouts, and mend the reward"
+        yield f"every sample scored {row['critic/score/max']:g} for {REWARD_STEPS} steps{said}: {way}"
 
 
 def _fall(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
