@@ -200,10 +200,10 @@ def _conditions(summary: Path) -> dict:
     return {name: meta.get(name) for name in ("reward", "rows", "sampling")}
 
 
-def samples(run_dir: Path) -> Section:
-    """Rollouts of the last step that has any, else of the last evaluation, from the highest score to the lowest."""
-    steps = sorted(int(file.stem) for file in (run_dir / "rollouts").glob("*.jsonl") if file.stem.isdigit())
-    sources = [(f"rollouts of step {step}", of_step(run_dir / f"rollouts/{step}.jsonl")) for step in reversed(steps)]
+def samples(run_dir: Path, metrics: dict[int, dict]) -> Section:
+    """Rollouts of the last of the steps of ``metrics`` that has any, else of the last evaluation, from the highest
+    score to the lowest."""
+    sources = [(f"rollouts of step {n}", of_step(run_dir / f"rollouts/{n}.jsonl")) for n in reversed(metrics)]
     for step, summary, _ in reversed(evaluations(run_dir)):
         what = f"responses of the evaluation of step {step}"
         sources.append((what, of_evaluation(summary.with_name("rollouts.jsonl"))))
@@ -281,7 +281,7 @@ def page(run_dir: Path) -> str:
         evaluation(run_dir, made),
         curves(metrics),
         health(run_dir, made, metrics),
-        samples(run_dir),
+        samples(run_dir, metrics),
         settings(run_dir, made, launch),
         code(run_dir, launch),
     ]
