@@ -1,5 +1,6 @@
 """`make runs`: a table of all runs. `make diff RUN=a,b`: what differs between two, in settings and results."""
 
+import math
 import os
 import re
 import sys
@@ -83,7 +84,7 @@ def row(run_dir: Path) -> list[str]:
     model = settings["MODEL"]
     rewards = [data[REWARD] for data in metrics.values() if REWARD in data]
     accuracies = [s["metrics"]["accuracy"]["value"] for *_, s in evaluations(run_dir) if "accuracy" in s["metrics"]]
-    seconds = [data["timing_s/step"] for data in metrics.values() if "timing_s/step" in data]
+    seconds = sum(data.get("timing_s/step", 0.0) for data in metrics.values())
     return [
         run_dir.name,
         run_dir.parent.name,
@@ -93,7 +94,7 @@ def row(run_dir: Path) -> list[str]:
         f"{rewards[-1]:.3f}" if rewards else "-",
         f"{accuracies[-1]:.3f}" if accuracies else "-",
         time.strftime("%Y-%m-%d %H:%M", time.localtime(started(run_dir))),
-        duration(sum(seconds)) if seconds else "-",
+        duration(seconds) if 0 < seconds < math.inf else "-",
     ]
 
 
