@@ -32,9 +32,9 @@ def step_of(model: str, run_dir: Path) -> int | None:
     return int(found[1]) if found else None
 
 
-def evaluations(run_dir: Path) -> list[tuple[int, Path, dict]]:
-    """Step, summary.json and its content of each `make eval` of a run's checkpoints, by step, prompts and time: a look
-    with LIMIT replaces no whole one.
+def evaluations(run_dir: Path, of: int | None = None) -> list[tuple[int, Path, dict]]:
+    """Step, summary.json and its content of each `make eval` of a run's checkpoints (``of``: of that step alone), by
+    step, prompts and time: a look with LIMIT replaces no whole one.
 
     Raises SettingsError for a summary that has not the form of one: a run may come from elsewhere.
     """
@@ -42,7 +42,7 @@ def evaluations(run_dir: Path) -> list[tuple[int, Path, dict]]:
     for file in (artifacts() / "eval" / run_dir.parent.name).glob("*/summary.json"):
         summary = read_json(file)
         # A rescored file has "rollouts of FILE" as its model; the original's summary counts.
-        if (step := step_of(str(summary.get("model", "")), run_dir)) is not None:
+        if (step := step_of(str(summary.get("model", "")), run_dir)) is not None and of in (None, step):
             _check_summary(file, summary)
             found.append((step, file, summary))
     return sorted(found, key=lambda each: (each[0], each[2]["prompts"], each[1].stat().st_mtime))
