@@ -245,6 +245,12 @@ def test_a_curve_is_drawn_where_its_values_are():
     assert ends[1][0] < ends[1][2] and ends[1][1] < ends[1][3]
 
 
+def test_the_pictures_of_many_steps_stay_small():
+    values = {step: math.sin(step) for step in range(20_000)}
+    few, many = (run_report.plots.lines_svg({"a": dict([*values.items()][:n])}, "t") for n in (500, 20_000))
+    assert few.count(b"<use") > 500 > many.count(b"<use") and len(many) < 1_000_000
+
+
 # ---- which evaluation
 
 
