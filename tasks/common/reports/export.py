@@ -82,7 +82,7 @@ def export(s: Settings, command: Command, run_dir: Path, model: str) -> str:
     source = Path(whole_model(model) if command.MERGE else model)
     if not is_adapter(source) and (problem := damage(source)):
         raise SettingsError(f"{source}: {problem}; take another STEP")
-    start = run_report.began_with(run_dir)["base"]
+    start, step = run_report.began_with(run_dir)["base"], step_of(model, run_dir)
     base = base_id(s, command, base_of(source) if is_adapter(source) else start)
     with folder_beside(output) as partial:
         for file in sorted({file for pattern in PARTS for file in source.glob(pattern) if file.is_file()}):
@@ -93,7 +93,7 @@ def export(s: Settings, command: Command, run_dir: Path, model: str) -> str:
         trained = [launch / "task" / s.reward_file.name for launch in launches.launches(run_dir)[-1:]]
         shutil.copy2(next(filter(Path.is_file, trained), s.reward_file), partial)  # today's may be another
         with readable(run_dir):
-            written = card(s, run_dir, output.name, base, licence(base, start), is_adapter(source), step_of(model, run_dir))
+            written = card(s, run_dir, output.name, base, licence(base, start), is_adapter(source), step)
         for name, text in written.items():
             write_text(partial / name, text)
     said = [f"written: {output}"]

@@ -163,8 +163,8 @@ def health(run_dir: Path, made: dict, metrics: dict[int, dict]) -> Section:
 
 
 def evaluation(run_dir: Path, made: dict, step: int | None = None) -> Section:
-    """`make eval` of ``step`` (None: the last one that has any) of the most prompts, beside those of the models that the
-    run began with."""
+    """`make eval` of ``step`` (None: the last one that has any) of the most prompts, beside those of the models that
+    the run began with."""
     task, evaluated = run_dir.parent.name, evaluations(run_dir, step)
     command = f"make eval TASK={task} RUN={run_dir.name}{'' if step is None else f' STEP={step}'}"
     if not evaluated:
