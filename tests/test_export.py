@@ -1,6 +1,7 @@
 """`make export`: a folder for the hub, whose model card has the run's facts and nothing of this machine."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,19 @@ def test_a_whole_model_is_copied_with_a_card_that_its_validator_reads(s, run_dir
     assert "| torch |" in card.text and "| numpy |" not in card.text and len(card.text) < 8000
     everything = card.content + (tmp_path / "out/curves.svg").read_text()
     assert str(tmp_path) not in everything and str(Path.home()) not in everything and TOKEN not in everything
+
+
+def test_the_card_is_about_the_checkpoint_that_is_exported(s, run_dir, small_model, tmp_path):
+    """Of steps 1 and 2; steps 1 and 10 were evaluated."""
+    evaluate(run_dir, "2", checkpoint(run_dir, 1), accuracy=0.6)
+    for number in (1, 2):
+        shutil.copytree(small_model, folder := run_dir / f"checkpoints/global_step_{number}/actor/hf")
+        export.export(s, command(tmp_path / str(number)), run_dir, str(folder))
+    first, second = (ModelCard.load(tmp_path / number / "README.md") for number in "12")
+    assert [(each.metric_type, each.metric_value) for each in first.data.eval_results] == [("accuracy", 0.6)]
+    assert "0.600 [" in first.text and "0.400 [" not in first.text and "`: 1 step, 0 minutes" in first.text
+    assert "not evaluated: make eval TASK=countdown RUN=mine STEP=2" in second.text and not second.data.eval_results
+    assert "`: 2 steps, 0 minutes" in second.text
 
 
 def test_the_reward_is_the_one_that_the_run_was_trained_with(s, run_dir, small_model, tmp_path):

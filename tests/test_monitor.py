@@ -142,6 +142,15 @@ def test_long_texts_and_many_rows_are_cut(run_dir, store):
     assert all(len(text) < monitor.LONGEST + 50 and "100000 characters" in text for text in texts)
 
 
+def test_what_no_screen_should_get_is_left_out_of_a_sample(run_dir, store):
+    """Half a surrogate pair had kept the whole run from the dashboard."""
+    text = f"\x1b[31m\u202e\u061c{HOSTILE}\ud800"
+    write_lines(run_dir / "rollouts/2.jsonl", [rollout(2, 0.0, text, input=text, gts={"a": text})])
+    monitor.Follower(store).update()
+    (trace,) = samples(store, 2)
+    assert [message["content"] for message in trace["messages"]] == [f"[31m{HOSTILE}?"] * 2
+
+
 def test_the_dashboard_goes_on_beside_a_hostile_run(settings, store, capsys):  # noqa: F811
     make_run(settings, "mine", metrics=METRICS)
     changed(settings, {"N_GPUS": [1]}, name="b")

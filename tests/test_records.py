@@ -4,6 +4,7 @@ A run's folder that comes from elsewhere is data: its record is checked before a
 """
 
 import json
+import math
 import os
 import re
 import shutil
@@ -640,6 +641,41 @@ def test_names_and_texts_reach_a_screen_without_control_characters(settings, cap
     make_run(settings, "$(touch X)")
     assert [run.name for run in all_runs()] == ["shared"]
     assert "\x1b" not in overview.table() and len(overview.table().splitlines()) == 2
+
+
+def test_half_a_character_in_one_run_leaves_the_tables_of_all(settings):
+    run_dir = changed(settings, {"MODEL": "\ud800\u061cx"})
+    make_run(settings, "other", metrics=METRICS)
+    assert " ?x " in (text := overview.table()) and len(text.encode().splitlines()) == 3
+    assert "MODEL     ?x" in overview.comparison(f"{run_dir.name},other").encode().decode()
+
+
+@pytest.mark.parametrize("start", ["/" + "a" * 300, "/x\0/runs/y"])
+def test_a_start_that_no_file_system_can_hold_leaves_the_tables_of_all(settings, start):
+    changed(settings, start=start)
+    make_run(settings, "other", metrics=METRICS)
+    assert len(overview.table().splitlines()) == 3 and "error" not in overview.table()
+
+
+def test_texts_of_a_record_have_an_end(settings):
+    changed(settings, start="/" + "runs/" * 20_000)
+    assert overview.table().endswith("settings.json is no record of a run: a text is longer than 4096 characters")
+
+
+def test_a_time_that_is_no_number_leaves_the_run_in_the_table(settings):
+    for name, seconds in (("nan", math.nan), ("inf", math.inf), ("back", -500.0)):
+        run_dir = make_run(settings, name, metrics={1: {"critic/score/mean": 0.25, "timing_s/step": seconds}})
+        assert overview.row(run_dir)[4:6] == ["1/10", "0.250"] and overview.row(run_dir)[-1] == "-"
+
+
+def test_steps_of_a_launch_that_was_lost_count_no_more(settings):
+    """Killed at step 7 with a checkpoint of step 4; the next launch is at step 5."""
+    run_dir = make_run(settings, metrics={step: {"critic/score/mean": step / 10} for step in range(1, 8)}, steps=(4,))
+    (run_dir / "metrics/001.jsonl").touch()
+    assert [*read_metrics(run_dir)] == [1, 2, 3, 4, 5, 6, 7]  # it has not come to its first step
+    (run_dir / "metrics/001.jsonl").write_text(json.dumps({"step": 5, "data": {"critic/score/mean": 0.9}}) + "\n")
+    assert [*read_metrics(run_dir)] == [1, 2, 3, 4, 5]
+    assert overview.row(run_dir)[4:6] == ["5/10", "0.900"] and overview.results_of(run_dir)["step"] == 5
 
 
 def test_the_report_shows_hostile_texts_as_text(settings):

@@ -107,7 +107,7 @@ def report(run_dir) -> Page:
     return Page(path.read_text())
 
 
-def write_rollouts(run_dir, records, step=2):
+def write_rollouts(run_dir, records, step=1):
     (run_dir / "rollouts").mkdir(exist_ok=True)
     lines = [json.dumps(record) + "\n" for record in records]
     (run_dir / f"rollouts/{step}.jsonl").write_text("".join(lines))
@@ -245,6 +245,12 @@ def test_a_curve_is_drawn_where_its_values_are():
     assert ends[1][0] < ends[1][2] and ends[1][1] < ends[1][3]
 
 
+def test_the_pictures_of_many_steps_stay_small():
+    values = {step: math.sin(step) for step in range(20_000)}
+    few, many = (run_report.plots.lines_svg({"a": dict([*values.items()][:n])}, "t") for n in (500, 20_000))
+    assert few.count(b"<use") > 500 > many.count(b"<use") and len(many) < 1_000_000
+
+
 # ---- which evaluation
 
 
@@ -333,7 +339,7 @@ HOSTILE = [
     "<script>alert(1)</script>",
     "</pre></div></body><img src=http://evil.example/x onerror=alert(1)>",
     "{{ 7 * 7 }}{% raw %}&lt;b&gt;&amp;",
-    "\x1b[31mred\x00\x08\u202eback\u2028" + "\ud800",
+    "\x1b[31mred\x00\x08\u202eback\u2028\u061c" + "\ud800",
     "']\"><svg onload=alert(1)><a href='javascript:alert(1)'>",
 ]
 
@@ -348,7 +354,7 @@ def test_what_a_model_wrote_is_text_and_nothing_is_loaded(settings):
     assert set(page.tags) <= allowed
     assert page.links and all(link.startswith("data:image/") for link in page.links)
     assert not re.search(r"url\(|@import", raw)
-    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]", raw)
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]", raw)
     shown = page.blocks["Samples"][1::3]
     assert shown[:3] == HOSTILE[:3] and shown[3] == "[31mredback?" and shown[4] == HOSTILE[4]
     assert page.blocks["Samples"][0::3] == page.blocks["Samples"][2::3] == shown
@@ -406,10 +412,13 @@ def test_long_texts_lose_their_middle(settings):
 
 
 def test_lines_that_are_no_rollout_are_skipped_and_the_last_step_that_has_any_is_taken(settings):
-    run_dir = make_run(settings, metrics={1: STEP})
+    run_dir = make_run(settings, metrics=dict.fromkeys((1, 9, 10, 11), STEP))
+    write_rollouts(run_dir, [ROLLOUT | {"output": "of a launch that was lost"}], 12)
+    (run_dir / "rollouts/².jsonl").touch()
     for step in (1, 9):
         write_rollouts(run_dir, [ROLLOUT | {"output": f"of step {step}"}], step)
-    write_rollouts(run_dir, [ROLLOUT | {"output": "of step 10"}, ROLLOUT | {"score": math.nan}, [1], {"score": 1}], 10)
+    huge = {"output": "of step 10", "parts": 10**400}
+    write_rollouts(run_dir, [ROLLOUT | huge, ROLLOUT | {"score": math.nan}, [1], {"score": 1}], 10)
     with (run_dir / "rollouts/10.jsonl").open("a") as file:
         file.write('{"input": "torn')
     page = report(run_dir)

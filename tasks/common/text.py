@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from os.path import commonprefix
 
 # All control characters but line feed and tab: a response must not move the cursor or set the terminal's title.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 def show(text: str) -> None:
@@ -20,8 +20,8 @@ def show(text: str) -> None:
 
 
 def printable(text: str) -> str:
-    """``text`` without control characters."""
-    return _CONTROL.sub("", text)
+    """``text`` without control characters, and ``encodable``."""
+    return encodable(_CONTROL.sub("", text))
 
 
 def encodable(text: str) -> str:

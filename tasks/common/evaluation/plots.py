@@ -16,6 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 COLORS = ("#4c72b0", "#dd8452", "#55a868")
 DRAWN = 1e100  # matplotlib cannot place what is near the largest float
+DOTS = 1000  # in a line; of more the picture would be larger, and they would cover each other
 LINES_STYLE = {"svg.hashsalt": "run", "text.parse_math": False}  # no random ids; a name may have dollars
 LINES_STYLE |= {"axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False}
 LINES_STYLE |= {"axes.titlelocation": "left", "axes.titlesize": 10, "axes.formatter.limits": (-3, 5)}
@@ -76,7 +77,8 @@ def lines_svg(lines: dict[str, dict[int, float]], title: str, wide: bool = False
         colors = plt.get_cmap("tab10").colors if many else COLORS
         for (name, values), color in zip(lines.items(), colors, strict=False):
             drawn = [value if math.isfinite(value) and abs(value) < DRAWN else math.nan for value in values.values()]
-            axes.plot(list(values), drawn, marker=".", markersize=4, linewidth=1.3, color=color, label=name)
+            dots = {"marker": ".", "markersize": 4} if len(drawn) <= DOTS else {}
+            axes.plot(list(values), drawn, linewidth=1.3, color=color, label=name, **dots)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set(xlabel="step", title=title)
         if many:

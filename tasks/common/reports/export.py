@@ -12,7 +12,7 @@ from verl_tasks.files import folder_beside, read_json, write_json, write_text
 from verl_tasks.models.find import EMBEDDED, damage, embedded_folder, is_hub_id, whole_model
 from verl_tasks.models.merge import base_of, is_adapter
 from verl_tasks.reports import run_report
-from verl_tasks.reports.overview import evaluations
+from verl_tasks.reports.overview import evaluations, step_of
 from verl_tasks.reports.run_report import Section, Table
 from verl_tasks.rewards.answers import number
 from verl_tasks.runs import launches
@@ -82,7 +82,7 @@ def export(s: Settings, command: Command, run_dir: Path, model: str) -> str:
     source = Path(whole_model(model) if command.MERGE else model)
     if not is_adapter(source) and (problem := damage(source)):
         raise SettingsError(f"{source}: {problem}; take another STEP")
-    start = run_report.began_with(run_dir)["base"]
+    start, step = run_report.began_with(run_dir)["base"], step_of(model, run_dir)
     base = base_id(s, command, base_of(source) if is_adapter(source) else start)
     with folder_beside(output) as partial:
         for file in sorted({file for pattern in PARTS for file in source.glob(pattern) if file.is_file()}):
@@ -93,7 +93,7 @@ def export(s: Settings, command: Command, run_dir: Path, model: str) -> str:
         trained = [launch / "task" / s.reward_file.name for launch in launches.launches(run_dir)[-1:]]
         shutil.copy2(next(filter(Path.is_file, trained), s.reward_file), partial)  # today's may be another
         with readable(run_dir):
-            written = card(s, run_dir, output.name, base, licence(base, start), is_adapter(source))
+            written = card(s, run_dir, output.name, base, licence(base, start), is_adapter(source), step)
         for name, text in written.items():
             write_text(partial / name, text)
     said = [f"written: {output}"]
@@ -118,14 +118,17 @@ def other_sampling(folder: Path, s: Settings) -> str:
     return ", ".join(f"{name}={value:g}" for name, value in differs.items() if value is not None)
 
 
-def card(s: Settings, run_dir: Path, name: str, base: str, licence_id: str, adapter: bool) -> dict[str, str]:
-    """The model card, README.md, and its picture, by file name; the facts are those of `make report`."""
+def card(
+    s: Settings, run_dir: Path, name: str, base: str, licence_id: str, adapter: bool, step: int | None
+) -> dict[str, str]:
+    """The model card, README.md, and its picture, by file name; the facts are those of `make report`, up to ``step``
+    (None: all)."""
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
     run = Run.read(run_dir)
-    made, metrics = run.record, run.metrics
+    made, metrics = run.record, {number: row for number, row in run.metrics.items() if step is None or number <= step}
     launch = launches.last(run_dir)
-    measured = evaluations(run_dir)
+    measured = evaluations(run_dir, step)
     results = [
         EvalResult("text-generation", s.TASK, s.TASK, metric, value["value"], dataset_split="test")
         for metric, value in (measured[-1][2]["metrics"].items() if measured else ())
@@ -141,13 +144,13 @@ def card(s: Settings, run_dir: Path, name: str, base: str, licence_id: str, adap
         eval_results=results or None,
     )
     minutes = sum(row.get("timing_s/step", 0.0) for row in metrics.values()) / 60
-    drawn = run_report.curves(metrics).pictures[:1]
-    trained = f"{s.METHOD} of `{base}` on the task `{s.TASK}`: {len(metrics)} steps, {minutes:.0f} minutes of training"
+    drawn, steps = run_report.curves(metrics).pictures[:1], f"{len(metrics)} step{'s' * (len(metrics) != 1)}"
+    trained = f"{s.METHOD} of `{base}` on the task `{s.TASK}`: {steps}, {minutes:.0f} minutes of training"
     where = f"{s.NNODES} x {s.N_GPUS} GPUs" if s.STACK != "cpu" else "a CPU"
     body = [f"# {name}", f"{'A LoRA adapter' if adapter else 'A whole model'}: {trained} on {where}."]
     body += [f"![{html.escape(drawn[0].text)}]({CURVES})"] if drawn else []
     other = replace(run_report.settings(run_dir, made, launch), title="Settings that are not the task's defaults")
-    sections = [run_report.evaluation(run_dir, made), other]
+    sections = [run_report.evaluation(run_dir, made, step), other]
     body += [markdown(section) for section in (*sections, _recorded(run_report.code(run_dir, launch)))]
     body += [f"## Reward\n\nThe reward is [{s.reward_file.name}]({s.reward_file.name}).", f"## Limits\n\n{LIMITS}"]
     text = without_paths(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(body) + "\n")

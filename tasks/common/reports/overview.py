@@ -1,5 +1,6 @@
 """`make runs`: a table of all runs. `make diff RUN=a,b`: what differs between two, in settings and results."""
 
+import math
 import os
 import re
 import sys
@@ -31,9 +32,9 @@ def step_of(model: str, run_dir: Path) -> int | None:
     return int(found[1]) if found else None
 
 
-def evaluations(run_dir: Path) -> list[tuple[int, Path, dict]]:
-    """Step, summary.json and its content of each `make eval` of a run's checkpoints, by step, prompts and time: a look
-    with LIMIT replaces no whole one.
+def evaluations(run_dir: Path, of: int | None = None) -> list[tuple[int, Path, dict]]:
+    """Step, summary.json and its content of each `make eval` of a run's checkpoints (``of``: of that step alone), by
+    step, prompts and time: a look with LIMIT replaces no whole one.
 
     Raises SettingsError for a summary that has not the form of one: a run may come from elsewhere.
     """
@@ -41,7 +42,7 @@ def evaluations(run_dir: Path) -> list[tuple[int, Path, dict]]:
     for file in (artifacts() / "eval" / run_dir.parent.name).glob("*/summary.json"):
         summary = read_json(file)
         # A rescored file has "rollouts of FILE" as its model; the original's summary counts.
-        if (step := step_of(str(summary.get("model", "")), run_dir)) is not None:
+        if (step := step_of(str(summary.get("model", "")), run_dir)) is not None and of in (None, step):
             _check_summary(file, summary)
             found.append((step, file, summary))
     return sorted(found, key=lambda each: (each[0], each[2]["prompts"], each[1].stat().st_mtime))
@@ -83,7 +84,7 @@ def row(run_dir: Path) -> list[str]:
     model = settings["MODEL"]
     rewards = [data[REWARD] for data in metrics.values() if REWARD in data]
     accuracies = [s["metrics"]["accuracy"]["value"] for *_, s in evaluations(run_dir) if "accuracy" in s["metrics"]]
-    seconds = [data["timing_s/step"] for data in metrics.values() if "timing_s/step" in data]
+    seconds = sum(data.get("timing_s/step", 0.0) for data in metrics.values())
     return [
         run_dir.name,
         run_dir.parent.name,
@@ -93,7 +94,7 @@ def row(run_dir: Path) -> list[str]:
         f"{rewards[-1]:.3f}" if rewards else "-",
         f"{accuracies[-1]:.3f}" if accuracies else "-",
         time.strftime("%Y-%m-%d %H:%M", time.localtime(started(run_dir))),
-        duration(sum(seconds)) if seconds else "-",
+        duration(seconds) if 0 < seconds < math.inf else "-",
     ]
 
 

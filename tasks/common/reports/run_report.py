@@ -162,10 +162,11 @@ def health(run_dir: Path, made: dict, metrics: dict[int, dict]) -> Section:
     return Section("Health", tables=[Table(["rule", "last step", "times", "of steps", "last finding"], rows)])
 
 
-def evaluation(run_dir: Path, made: dict) -> Section:
-    """The last step's `make eval` of the most prompts, beside those of the models that the run began with."""
-    task, evaluated = run_dir.parent.name, evaluations(run_dir)
-    command = f"make eval TASK={task} RUN={run_dir.name}"
+def evaluation(run_dir: Path, made: dict, step: int | None = None) -> Section:
+    """`make eval` of ``step`` (None: the last one that has any) of the most prompts, beside those of the models that
+    the run began with."""
+    task, evaluated = run_dir.parent.name, evaluations(run_dir, step)
+    command = f"make eval TASK={task} RUN={run_dir.name}{'' if step is None else f' STEP={step}'}"
     if not evaluated:
         return Section("Base → trained", [f"not evaluated: {command}"])
     _, last, trained = evaluated[-1]
@@ -200,10 +201,10 @@ def _conditions(summary: Path) -> dict:
     return {name: meta.get(name) for name in ("reward", "rows", "sampling")}
 
 
-def samples(run_dir: Path) -> Section:
-    """Rollouts of the last step that has any, else of the last evaluation, from the highest score to the lowest."""
-    steps = sorted(int(file.stem) for file in (run_dir / "rollouts").glob("*.jsonl") if file.stem.isdigit())
-    sources = [(f"rollouts of step {step}", of_step(run_dir / f"rollouts/{step}.jsonl")) for step in reversed(steps)]
+def samples(run_dir: Path, metrics: dict[int, dict]) -> Section:
+    """Rollouts of the last of the steps of ``metrics`` that has any, else of the last evaluation, from the highest
+    score to the lowest."""
+    sources = [(f"rollouts of step {n}", of_step(run_dir / f"rollouts/{n}.jsonl")) for n in reversed(metrics)]
     for step, summary, _ in reversed(evaluations(run_dir)):
         what = f"responses of the evaluation of step {step}"
         sources.append((what, of_evaluation(summary.with_name("rollouts.jsonl"))))
@@ -281,7 +282,7 @@ def page(run_dir: Path) -> str:
         evaluation(run_dir, made),
         curves(metrics),
         health(run_dir, made, metrics),
-        samples(run_dir),
+        samples(run_dir, metrics),
         settings(run_dir, made, launch),
         code(run_dir, launch),
     ]

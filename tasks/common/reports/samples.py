@@ -29,7 +29,8 @@ def of_step(file: Path) -> Iterator[Sample]:
         if not isinstance(row, dict) or number(row.get("score")) is None or not isinstance(row.get("output"), str):
             continue
         turns, truth = row.get("turns"), row.get("gts", "(none)")
-        rewards = {k: float(v) for k, v in row.items() if isinstance(v, int | float) and k not in NO_REWARD}
+        found = {name: number(value) for name, value in row.items() if name not in NO_REWARD}
+        rewards = {name: value for name, value in found.items() if value is not None}
         said = [*map(str, turns)] if isinstance(turns, list) and len(turns) > 1 else [row["output"]]
         yield Sample(str(row.get("input", "")), said, truth if isinstance(truth, str) else json.dumps(truth), rewards)
 

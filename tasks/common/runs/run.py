@@ -4,6 +4,7 @@ as verl does."""
 import json
 import math
 import operator
+import os
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from verl_tasks.text import one_line
 
 PARTS = ("kind", "fingerprint", "start")  # of every record: texts beside its settings and arguments
 REMOVED = "removed_"  # prefix of a checkpoint's folder that is being removed
+LONGEST = 4096  # of a path
 ALWAYS = {"MODEL", "METHOD", "STEPS", "SFT_STEPS", "INIT", "STACK", "N_GPUS"}  # settings that every version recorded
 
 
@@ -169,9 +171,10 @@ def recorded(folder: Path) -> dict:
 
 def _here(path: str) -> str:
     """``path``, a model; where it is gone, its place below the artifacts, which were moved or copied here."""
-    parts = Path(path).parts if Path(path).is_absolute() and not Path(path).exists() else ()
+    # Of os.path, which raises for no name of another machine: neither for one too long nor for a folder closed to us.
+    parts = Path(path).parts if os.path.isabs(path) and not os.path.exists(path) else ()
     below = (artifacts().joinpath(*parts[at:]) for at, part in enumerate(parts) if part in ("runs", "models"))
-    return next((str(place) for place in below if place.is_dir()), path)
+    return next((str(place) for place in below if os.path.isdir(place)), path)
 
 
 def record_problem(made: dict) -> str:
@@ -185,6 +188,8 @@ def record_problem(made: dict) -> str:
     texts.append(made.get("base", ""))  # an older version's has none
     if not all(isinstance(text, str) for text in texts) or made["kind"] not in ("rl", "sft"):
         return f"needs the texts {', '.join(PARTS)}; kind is rl or sft"
+    if max(map(len, texts)) > LONGEST:
+        return f"a text is longer than {LONGEST} characters"
     if not isinstance(arguments, list) or not all(isinstance(argument, str) for argument in arguments):
         return "arguments must be a list of texts"
     if not isinstance(settings, dict) or (missing := sorted(ALWAYS - settings.keys())):
@@ -201,12 +206,14 @@ def read_metrics(run_dir: Path, strict: bool = True) -> dict[int, dict[str, floa
     """The numbers among verl's metrics by step, in order, over all launches of a run.
 
     verl's file logger truncates its file when it starts (verl/utils/tracking.py:541), so each launch has its own,
-    metrics/000.jsonl and on; for a step that was trained again after a resume the later launch counts. ``strict`` and
-    errors as ``metrics_in``.
+    metrics/000.jsonl and on. A launch that resumed has its first step on: of the ones before, the later steps are
+    lost. ``strict`` and errors as ``metrics_in``.
     """
     metrics: dict[int, dict[str, float]] = {}
     for file in sorted(run_dir.glob("metrics/*.jsonl")):
-        metrics |= metrics_in(file, strict)
+        found = metrics_in(file, strict)
+        first = min(found, default=math.inf)
+        metrics = {step: row for step, row in metrics.items() if step < first} | found
     return dict(sorted(metrics.items()))
 
 
