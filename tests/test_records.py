@@ -650,6 +650,17 @@ def test_half_a_character_in_one_run_leaves_the_tables_of_all(settings):
     assert "MODEL     ?x" in overview.comparison(f"{run_dir.name},other").encode().decode()
 
 
+@pytest.mark.parametrize("name", ["settings.json", "metrics/000.jsonl", "checkpoints/latest_checkpointed_iteration.txt"])
+def test_a_pipe_in_one_run_leaves_the_tables_of_all(settings, name):
+    """To read one that nobody writes to never ends."""
+    (pipe := make_run(settings, "piped", metrics=METRICS) / name).parent.mkdir(exist_ok=True)
+    pipe.unlink(missing_ok=True)
+    os.mkfifo(pipe)
+    make_run(settings, "other", metrics=METRICS)
+    table = overview.table()
+    assert "other" in table and ("piped" in table or name == "settings.json")
+
+
 @pytest.mark.parametrize("start", ["/" + "a" * 300, "/x\0/runs/y"])
 def test_a_start_that_no_file_system_can_hold_leaves_the_tables_of_all(settings, start):
     changed(settings, start=start)

@@ -121,10 +121,17 @@ def write_json(path: Path, value) -> None:
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
+def regular(path: Path) -> Path:
+    """``path``. Raises OSError for a pipe or a device, as a run from elsewhere may have: reading it might never end."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
+    return path
+
+
 def read_json(path: Path) -> dict:
     """The JSON object in ``path``; empty if the file is missing, is unreadable or holds something else."""
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(regular(path).read_text())
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

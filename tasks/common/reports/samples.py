@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl_tasks.evaluation.rollouts import in_turn
+from verl_tasks.files import regular
 from verl_tasks.rewards.answers import number
 
 NO_REWARD = ("input", "output", "gts", "step", "uid", "turns")  # beside a dumped response
@@ -45,7 +46,7 @@ def of_evaluation(file: Path) -> Iterator[Sample]:
 
 def rows(file: Path) -> Iterator[dict]:
     """The whole lines of JSON in ``file``; none if it is not there."""
-    with suppress(OSError), file.open(errors="replace") as lines:
+    with suppress(OSError), regular(file).open(errors="replace") as lines:
         for line in lines:
             with suppress(ValueError):  # it is being written, or was when the power failed
                 yield json.loads(line)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import yaml
 
-from verl_tasks.files import folder_beside, read_json, sha256, write_json, write_text
+from verl_tasks.files import folder_beside, read_json, regular, sha256, write_json, write_text
 from verl_tasks.install.check import versions
 from verl_tasks.runs import library
 from verl_tasks.runs.folder import UNREADABLE
@@ -78,9 +78,9 @@ def read(launch: Path) -> dict:
     """
     record = read_json(launch / "launch.json")
     try:
-        lines = (launch / "packages.txt").read_text(errors="replace").splitlines()
+        lines = regular(launch / "packages.txt").read_text(errors="replace").splitlines()
         record["packages"] = [line for line in lines if "==" in line]
-        record["changes"] = (launch / "changes.diff").read_text(errors="replace")
+        record["changes"] = regular(launch / "changes.diff").read_text(errors="replace")
         datetime.fromisoformat(record["date"]).timestamp()
         texts = [*code_of(record).values(), *record["data"].values(), *record["judge"].values()]
         wrong = [name for name, kind in FORM.items() if not isinstance(record[name], kind)]

@@ -9,7 +9,7 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from verl_tasks.files import read_json, write_text
+from verl_tasks.files import read_json, regular, write_text
 from verl_tasks.models.merge import base_model, loadable
 from verl_tasks.runs import validation
 from verl_tasks.runs.checkpoint import whole
@@ -224,7 +224,7 @@ def metrics_in(file: Path, strict: bool = True) -> dict[int, dict[str, float]]:
     ``strict``: skips such a line, for code inside a training, which a damaged line must not end.
     """
     metrics: dict[int, dict] = {}
-    for number, line in enumerate(file.read_text(errors="replace").split("\n")[:-1], start=1):
+    for number, line in enumerate(regular(file).read_text(errors="replace").split("\n")[:-1], start=1):
         try:
             record = json.loads(line)
             data = {name: math.nan if value is None else value for name, value in record["data"].items()}
@@ -246,7 +246,7 @@ def tracker(folder: Path) -> Path:
 def _tracked(folder: Path) -> str:
     """The text of the tracker file; empty if it is missing."""
     try:
-        return tracker(folder).read_text(errors="replace").strip()
+        return regular(tracker(folder)).read_text(errors="replace").strip()
     except FileNotFoundError:
         return ""
 
