@@ -138,6 +138,13 @@ def test_a_home_folder_of_nobody_is_named(monkeypatch):
 def test_number_beyond_any_float_is_no_crash(name):
     for zeros in (400, 5000):  # Python itself refuses an int of 4300 digits
         assert name in error_of(**{name: "1" + "0" * zeros})
+    assert " and below " in error_of(**{name: str(10**30)})
+
+
+def test_an_adapter_that_vllm_cannot_hold_is_refused():
+    """verl says it only once its engine starts (get_vllm_max_lora_rank)."""
+    assert error_of(LORA_RANK="513").startswith("LORA_RANK=513: must be from 0 to 512, the most that vLLM takes")
+    assert load(LORA_RANK="512").LORA_RANK == 512
 
 
 @pytest.mark.parametrize(
