@@ -282,9 +282,12 @@ def test_a_path_that_verls_config_would_read_as_a_reference_is_refused(path):
         ("trainer.total_training_steps=3", "STEPS"),
         ("trainer.save_freq=-1", "SAVE_FREQ"),
         ("trainer.logger=[console,wandb]", "LOGGER"),
+        ("actor_rollout_ref.model.path=/another", "MODEL"),
+        ("actor_rollout_ref.model.lora_rank=8", "LORA_RANK"),
+        ("actor_rollout_ref.model.lora_alpha=8", "LORA_ALPHA"),
     ],
 )
-def test_arguments_that_would_leave_a_run_without_checkpoints_or_metrics_are_refused(argument, variable):
+def test_arguments_that_would_leave_a_run_without_checkpoints_or_metrics_or_of_another_model_are_refused(argument, variable):
     """The training would take its hours, and end without what it is continued and evaluated from."""
     with pytest.raises(SettingsError) as error:
         check_method(settings_of("countdown"), [argument])
