@@ -462,6 +462,25 @@ def test_what_is_for_episodes_alone_is_refused_of_a_single_turn_task_where_it_is
     assert str(getattr(load(TASK="calculator", GIVEN=name, **{name: "9"}), name)).startswith("9")
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "of"),
+    [("CRITIC_LR", "1e-4", "ppo"), ("EGPO_LAMBDA", "0.9", "egpo"), ("DPO_BETA", "0.2", "dpo"), ("PAIRS_FILE", "p", "dpo")],
+)
+def test_what_is_of_another_method_is_refused_where_it_is_typed(name, value, of):
+    given = {"GIVEN": name, name: value}
+    assert error_of(**given) == f"{name}={value}: is for METHOD={of}; this is METHOD=grpo; leave {name} out"
+    assert load(METHOD=of, **given).METHOD == of
+    for stage in ("experiment", "eval"):  # which may have that method too; as the run was
+        assert load(STAGE=stage, **given).METHOD == "grpo"
+    assert load(**{name: value}).METHOD == load(GIVEN=name, **{name: ""}).METHOD == "grpo"  # of a shell; of nobody
+
+
+def test_staleness_is_of_async():
+    given = {"GIVEN": "STALENESS", "STALENESS": "3"}
+    assert error_of(**given) == "STALENESS=3: is for ASYNC=colocate or separate; this is ASYNC=off; leave STALENESS out"
+    assert load(ASYNC="colocate", **given).STALENESS == 3
+
+
 def test_a_task_is_multi_turn_by_its_environment():
     assert load(TASK="calculator").multi_turn and not load().multi_turn
     assert load(TASK="calculator").reward_file.name == "environment.py" and load().reward_file.name == "reward.py"

@@ -548,10 +548,27 @@ def load_settings(environ: Mapping[str, str] | None = None, cls: type = Settings
             settings = replace(settings, MINI_BATCH_SIZE=prompts // nearest)
         for problem in problems(settings, environ.get("STAGE", "train")):
             raise SettingsError(problem)
-        for name in [] if settings.multi_turn else OF_EPISODES.intersection(environ.get("GIVEN", "").split()):
-            what = f"is for multi-turn tasks; TASK={settings.TASK} has single responses"
-            raise SettingsError(f"{name}={texts[name]}: {what}; leave {name} out")
+        for problem in _unused(settings, environ):
+            raise SettingsError(problem)
     return settings
+
+
+def _unused(s: Settings, environ: Mapping[str, str]) -> Iterator[str]:
+    """Variables of make's command line that nothing reads: of episodes, and those whose help begins with a method or
+    `async`. An evaluation is as the run was, and an experiment has several methods."""
+    stage = environ.get("STAGE", "train")
+    trains = stage_of(stage).plans and stage != "experiment"
+    typed = environ.get("GIVEN", "").split()
+    for f in (f for f in fields(Settings) if f.name in typed and environ.get(f.name)):
+        of, what = f.metadata["help"].partition(":")[0], ""
+        if f.name in OF_EPISODES and not s.multi_turn:
+            what = f"multi-turn tasks; TASK={s.TASK} has single responses"
+        elif trains and of in METHODS and of != s.METHOD:
+            what = f"METHOD={of}; this is METHOD={s.METHOD}"
+        elif trains and of == "async" and s.ASYNC == "off":
+            what = "ASYNC=colocate or separate; this is ASYNC=off"
+        if what:
+            yield f"{f.name}={environ[f.name]}: is for {what}; leave {f.name} out"
 
 
 def _checked(f: Field, text: str):
