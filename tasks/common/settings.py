@@ -44,7 +44,7 @@ positive = _must(lambda value: 0 < value < 1e15, "must be greater than 0 and bel
 _from_0 = _must(lambda value: 0 <= value < 1e15, "must be 0 or more and below 1e15")
 _rank = _must(lambda value: 0 <= value <= 512, "must be from 0 to 512, the most that vLLM takes")
 _seed = _must(lambda value: 0 <= value < 2**31, "must be 0 or more and below 2147483648")  # NumPy takes no larger ones
-_count_or_share = _must(lambda n: 0 <= n < 1e15 and (n < 1 or n == int(n)), "must be 0 or more, below 1e15, and whole from 1 on")
+_count_or_share = _must(lambda n: 0 <= n < 1e15 and (n < 1 or n == int(n)), "must be from 0 to 1e15, whole from 1 on")
 _fraction = _must(lambda value: 0 < value <= 1, "must be above 0 and at most 1")
 _port = _must(range(1, 65536).__contains__, "must be a number from 1 to 65535")
 _name = _must(re.compile(r"(?!\.)[A-Za-z0-9._-]{0,64}").fullmatch, "must be a plain name")
@@ -548,27 +548,28 @@ def load_settings(environ: Mapping[str, str] | None = None, cls: type = Settings
             settings = replace(settings, MINI_BATCH_SIZE=prompts // nearest)
         for problem in problems(settings, environ.get("STAGE", "train")):
             raise SettingsError(problem)
-        for problem in _unused(settings, environ):
-            raise SettingsError(problem)
+        typed, stage = environ.get("GIVEN", "").split(), environ.get("STAGE", "train")
+        # An evaluation is as the run was, and an experiment has several methods.
+        trains = stage_of(stage).plans and stage != "experiment"
+        for name, what in unread(settings).items():
+            if name in typed and environ.get(name) and (trains or name in OF_EPISODES):
+                raise SettingsError(f"{name}={texts[name]}: is for {what}; leave {name} out")
     return settings
 
 
-def _unused(s: Settings, environ: Mapping[str, str]) -> Iterator[str]:
-    """Variables of make's command line that nothing reads: of episodes, and those whose help begins with a method or
-    `async`. An evaluation is as the run was, and an experiment has several methods."""
-    stage = environ.get("STAGE", "train")
-    trains = stage_of(stage).plans and stage != "experiment"
-    typed = environ.get("GIVEN", "").split()
-    for f in (f for f in fields(Settings) if f.name in typed and environ.get(f.name)):
-        of, what = f.metadata["help"].partition(":")[0], ""
+def unread(s: Settings) -> dict[str, str]:
+    """What a variable is for that a training with ``s`` does not read, by its name: those of episodes, and those whose
+    help begins with another method or `async`."""
+    found = {}
+    for f in fields(s):
+        of = f.metadata["help"].partition(":")[0]
         if f.name in OF_EPISODES and not s.multi_turn:
-            what = f"multi-turn tasks; TASK={s.TASK} has single responses"
-        elif trains and of in METHODS and of != s.METHOD:
-            what = f"METHOD={of}; this is METHOD={s.METHOD}"
-        elif trains and of == "async" and s.ASYNC == "off":
-            what = "ASYNC=colocate or separate; this is ASYNC=off"
-        if what:
-            yield f"{f.name}={environ[f.name]}: is for {what}; leave {f.name} out"
+            found[f.name] = f"multi-turn tasks; TASK={s.TASK} has single responses"
+        elif of in METHODS and of != s.METHOD:
+            found[f.name] = f"METHOD={of}; this is METHOD={s.METHOD}"
+        elif of == "async" and s.ASYNC == "off":
+            found[f.name] = "ASYNC=colocate or separate; this is ASYNC=off"
+    return found
 
 
 def _checked(f: Field, text: str):
