@@ -291,7 +291,7 @@ def test_arguments_that_leave_a_run_without_metrics_or_of_another_model_are_refu
     """The training would take its hours, and end without what it is continued and evaluated from."""
     with pytest.raises(SettingsError) as error:
         check_method(settings_of("countdown"), [argument])
-    name = argument.partition("=")[0]
+    name = argument.partition("=")[0].removeprefix("actor_rollout_ref.")
     assert str(error.value).startswith(f"ARGS: {name}=") and str(error.value).endswith(f"; set {variable}")
 
 

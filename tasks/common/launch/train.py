@@ -74,7 +74,7 @@ def _another_model(s: Settings, model) -> Iterator[str]:
         ("lora_alpha", model.lora_alpha, s.LORA_ALPHA, "LORA_ALPHA"),
     ):
         if value != wanted:
-            yield f"ARGS: actor_rollout_ref.model.{key}={value}: is {name}={getattr(s, name)}; set {name}"
+            yield f"ARGS: model.{key}={value}: is {name}={getattr(s, name)}; set {name}"
 
 
 def _lost(s: Settings, trainer) -> Iterator[str]:
