@@ -10,7 +10,6 @@ import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -57,24 +56,13 @@ def check_method(s: Settings, arguments: list[str]):
         raise SettingsError(f"ABORT_ON={s.ABORT_ON}: STACK={s.STACK} has a verl that cannot do it; take STACK=current")
     else:
         config = verl_config.rl_config(s, arguments)
-        for problem in chain(_another_model(s, config.actor_rollout_ref.model), _lost(s, config.trainer)):
+        for problem in _lost(s, config.trainer):
             raise SettingsError(problem)
         if (every := config.trainer.test_freq) > 0 and not s.DEV_SIZE:
             raise SettingsError(f"trainer.test_freq={every}: validates on the dev set; set DEV_SIZE")
     if problem := own.problem(s if s.by_pairs else config):
         raise SettingsError(problem)
     return config
-
-
-def _another_model(s: Settings, model) -> Iterator[str]:
-    """What ARGS change so that the checks, the checkpoints and the evaluation are of another model than what trains."""
-    for key, value, wanted, name in (
-        ("path", model.path, base_model(s.MODEL), "MODEL"),
-        ("lora_rank", model.lora_rank, s.LORA_RANK, "LORA_RANK"),
-        ("lora_alpha", model.lora_alpha, s.LORA_ALPHA, "LORA_ALPHA"),
-    ):
-        if value != wanted:
-            yield f"ARGS: model.{key}={value}: is {name}={getattr(s, name)}; set {name}"
 
 
 def _lost(s: Settings, trainer) -> Iterator[str]:

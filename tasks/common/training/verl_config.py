@@ -7,7 +7,7 @@ are in the names of verl 0.9.1, which verl_versions.py translates; the user's in
 import importlib.util
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import isfinite
 from pathlib import Path
@@ -375,11 +375,24 @@ def rl_config(s: Settings, arguments: Sequence[str] = ()):
     overrides = rl_overrides(s, s.MODEL, s.runs_dir, parity.decided(s))
     config = compose("ppo_trainer", overrides, arguments=arguments)
     verl_checks.check_composed(config)
+    for problem in _another_model(s, config.actor_rollout_ref.model):
+        raise SettingsError(problem)
     if problem := getattr(stack(s.STACK), "SP_PROBLEM", ""):
         for key, shared, _ in verl_checks.sequence_parallel(config):
             if shared > 1:
                 raise SettingsError(f"{key}={shared}: {problem}")
     return config
+
+
+def _another_model(s: Settings, model) -> Iterator[str]:
+    """What ARGS change so that the checks, the checkpoints and the evaluation are of another model than what trains."""
+    for key, value, wanted, name in (
+        ("path", model.path, base_model(s.MODEL), "MODEL"),
+        ("lora_rank", model.lora_rank, s.LORA_RANK, "LORA_RANK"),
+        ("lora_alpha", model.lora_alpha, s.LORA_ALPHA, "LORA_ALPHA"),
+    ):
+        if value != wanted:
+            yield f"ARGS: model.{key}={value}: is {name}={getattr(s, name)}; set {name}"
 
 
 def save_contents(s: Settings, arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
