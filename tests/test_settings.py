@@ -138,6 +138,13 @@ def test_a_home_folder_of_nobody_is_named(monkeypatch):
 def test_number_beyond_any_float_is_no_crash(name):
     for zeros in (400, 5000):  # Python itself refuses an int of 4300 digits
         assert name in error_of(**{name: "1" + "0" * zeros})
+    assert " and below " in error_of(**{name: str(10**30)})
+
+
+def test_an_adapter_that_vllm_cannot_hold_is_refused():
+    """verl says it only once its engine starts (get_vllm_max_lora_rank)."""
+    assert error_of(LORA_RANK="513").startswith("LORA_RANK=513: must be from 0 to 512, the most that vLLM takes")
+    assert load(LORA_RANK="512").LORA_RANK == 512
 
 
 @pytest.mark.parametrize(
@@ -453,6 +460,25 @@ def test_what_is_for_episodes_alone_is_refused_of_a_single_turn_task_where_it_is
     assert error_of(GIVEN=f"LR {name}", **{name: "9"}) == said
     assert load(GIVEN="LR", **{name: "9"}).MAX_PROMPT_LENGTH == 128  # e.g. of a shell with several tasks
     assert str(getattr(load(TASK="calculator", GIVEN=name, **{name: "9"}), name)).startswith("9")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "of"),
+    [("CRITIC_LR", "1e-4", "ppo"), ("EGPO_LAMBDA", "0.9", "egpo"), ("PAIRS_FILE", "p", "dpo")],
+)
+def test_what_is_of_another_method_is_refused_where_it_is_typed(name, value, of):
+    given = {"GIVEN": name, name: value}
+    assert error_of(**given) == f"{name}={value}: is for METHOD={of}; this is METHOD=grpo; leave {name} out"
+    assert of == load(METHOD=of, **given).METHOD
+    for stage in ("experiment", "eval"):  # which may have that method too; as the run was
+        assert load(STAGE=stage, **given).METHOD == "grpo"
+    assert load(**{name: value}).METHOD == load(GIVEN=name, **{name: ""}).METHOD == "grpo"  # of a shell; of nobody
+
+
+def test_staleness_is_of_async():
+    given = {"GIVEN": "STALENESS", "STALENESS": "3"}
+    assert error_of(**given) == "STALENESS=3: is for ASYNC=colocate or separate; this is ASYNC=off; leave STALENESS out"
+    assert load(ASYNC="colocate", **given).STALENESS == 3
 
 
 def test_a_task_is_multi_turn_by_its_environment():

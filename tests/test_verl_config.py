@@ -281,15 +281,17 @@ def test_a_path_that_verls_config_would_read_as_a_reference_is_refused(path):
         ("trainer.default_local_dir=/elsewhere", "ARTIFACTS"),
         ("trainer.total_training_steps=3", "STEPS"),
         ("trainer.save_freq=-1", "SAVE_FREQ"),
-        ("trainer.save_freq=null", "SAVE_FREQ"),
         ("trainer.logger=[console,wandb]", "LOGGER"),
+        ("actor_rollout_ref.model.path=/another", "MODEL"),
+        ("actor_rollout_ref.model.lora_rank=8", "LORA_RANK"),
+        ("actor_rollout_ref.model.lora_alpha=8", "LORA_ALPHA"),
     ],
 )
-def test_arguments_that_would_leave_a_run_without_checkpoints_or_metrics_are_refused(argument, variable):
+def test_arguments_that_leave_a_run_without_metrics_or_of_another_model_are_refused(argument, variable):
     """The training would take its hours, and end without what it is continued and evaluated from."""
     with pytest.raises(SettingsError) as error:
         check_method(settings_of("countdown"), [argument])
-    name = argument.partition("=")[0]
+    name = argument.partition("=")[0].removeprefix("actor_rollout_ref.")
     assert str(error.value).startswith(f"ARGS: {name}=") and str(error.value).endswith(f"; set {variable}")
 
 
@@ -308,6 +310,9 @@ def test_arguments_may_save_more_often():
 
 
 ACTOR = "actor_rollout_ref.actor"
+NOT_NULL = ["trainer.save_freq", "trainer.test_freq", "trainer.logger", "data.train_batch_size"]
+NOT_NULL += ["algorithm.kl_ctrl.kl_coef", "actor_rollout_ref.rollout.gpu_memory_utilization"]
+NOT_NULL += [f"{ACTOR}.kl_loss_coef", f"{ACTOR}.use_dynamic_bsz"]
 OTHER_ENGINES = ["++model_engine = 'megatron'", "actor@actor_rollout_ref.actor='veomni_actor'"]
 OTHER_ENGINES += ["critic=torchtitan_critic", "+engine@actor_rollout_ref.ref.fsdp_config=megatron"]
 
@@ -325,7 +330,8 @@ OTHER_ENGINES += ["critic=torchtitan_critic", "+engine@actor_rollout_ref.ref.fsd
         (f"{ACTOR}.use_kl_loss=1", ""),
         (f"{ACTOR}.entropy_coeff=0.01", ""),  # 0 in verl's yaml
         ("trainer.default_hdfs_dir=/x", ""),  # null there
-        ("trainer.save_freq=null", ""),
+        (f"{ACTOR}.ppo_micro_batch_size=null", ""),  # null there too
+        *((f"{key}=null", f"ARGS: {key}=None: must be ") for key in NOT_NULL),
         ("~trainer.save_freq", "ARGS: ~trainer.save_freq: verl reads its keys, so none is deleted"),
         ("trainer=null", "ARGS: trainer=None: must be a group of keys"),
         ("data=null", "verl's config refuses an override (ARGS?): Config group override must be"),
@@ -354,20 +360,19 @@ def test_an_argument_of_another_type_than_its_default_is_refused(argument, said)
 
 
 @pytest.mark.parametrize(
-    ("argument", "said"),
+    "argument",
     [
-        ("trainer.n_gpus_per_node=0", ""),
-        ("actor_rollout_ref.rollout.n=0", ""),
-        ("actor_rollout_ref.rollout.n=1.5", ""),
-        ("actor_rollout_ref.rollout.tensor_model_parallel_size=-1", ""),
-        ("actor_rollout_ref.rollout.max_model_len=8192.5", ""),
-        (f"{ACTOR}.ulysses_sequence_parallel_size=0", ""),
-        (f"{ACTOR}.ppo_micro_batch_size_per_gpu=0", ""),
-        ("data.train_batch_size=null", "data.train_batch_size=None"),
+        "trainer.n_gpus_per_node=0",
+        "actor_rollout_ref.rollout.n=0",
+        "actor_rollout_ref.rollout.n=1.5",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=-1",
+        "actor_rollout_ref.rollout.max_model_len=8192.5",
+        f"{ACTOR}.ulysses_sequence_parallel_size=0",
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=0",
     ],
 )
-def test_a_count_of_nothing_is_refused(argument, said):
-    said = f"{re.escape(said or argument)}: must be a whole number above 0"
+def test_a_count_of_nothing_is_refused(argument):
+    said = f"{re.escape(argument)}: must be a whole number above 0"
     ours = verl_config.rl_overrides(settings_of("countdown"), "some/model", Path("/r"))
     config = verl_config.compose("ppo_trainer", ours, arguments=[argument])
     with pytest.raises(SettingsError, match=f"^{said}$"):

@@ -40,10 +40,11 @@ def _must(hold: Callable, problem: str) -> Callable[[object], str | None]:
     return lambda value: None if hold(value) else problem
 
 
-positive = _must(lambda value: 0 < value < 1e15, "must be greater than 0")  # false for NaN and infinity
-_from_0 = _must(lambda value: 0 <= value < 1e15, "must be 0 or more")
+positive = _must(lambda value: 0 < value < 1e15, "must be greater than 0 and below 1e15")  # false for NaN and infinity
+_from_0 = _must(lambda value: 0 <= value < 1e15, "must be 0 or more and below 1e15")
+_rank = _must(lambda value: 0 <= value <= 512, "must be from 0 to 512, the most that vLLM takes")
 _seed = _must(lambda value: 0 <= value < 2**31, "must be 0 or more and below 2147483648")  # NumPy takes no larger ones
-_count_or_share = _must(lambda n: 0 <= n < 1e15 and (n < 1 or n == int(n)), "must be 0 or more, and whole from 1 on")
+_count_or_share = _must(lambda n: 0 <= n < 1e15 and (n < 1 or n == int(n)), "must be from 0 to 1e15, whole from 1 on")
 _fraction = _must(lambda value: 0 < value <= 1, "must be above 0 and at most 1")
 _port = _must(range(1, 65536).__contains__, "must be a number from 1 to 65535")
 _name = _must(re.compile(r"(?!\.)[A-Za-z0-9._-]{0,64}").fullmatch, "must be a plain name")
@@ -186,7 +187,7 @@ class Settings:
     MICRO_BATCH_SIZE: int = variable("16", "sequences per pass, for dpo and MAX_TOKENS_PER_GPU=0", positive)
     GPU_MEMORY_UTILIZATION: float = variable("0.5", "share of GPU memory for vLLM", _fraction)
     # LoRA
-    LORA_RANK: int = variable("0", "0: full fine-tuning", _from_0)
+    LORA_RANK: int = variable("0", "0: full fine-tuning", _rank)
     LORA_ALPHA: int = variable("32", "LoRA scale", positive)
     # evaluation: make eval, compare, probe, chat, batch
     N: int = variable("4", "samples per prompt", positive)
@@ -547,10 +548,28 @@ def load_settings(environ: Mapping[str, str] | None = None, cls: type = Settings
             settings = replace(settings, MINI_BATCH_SIZE=prompts // nearest)
         for problem in problems(settings, environ.get("STAGE", "train")):
             raise SettingsError(problem)
-        for name in [] if settings.multi_turn else OF_EPISODES.intersection(environ.get("GIVEN", "").split()):
-            what = f"is for multi-turn tasks; TASK={settings.TASK} has single responses"
-            raise SettingsError(f"{name}={texts[name]}: {what}; leave {name} out")
+        typed, stage = environ.get("GIVEN", "").split(), environ.get("STAGE", "train")
+        # An evaluation is as the run was, and an experiment has several methods.
+        trains = stage_of(stage).plans and stage != "experiment"
+        for name, what in unread(settings).items():
+            if name in typed and environ.get(name) and (trains or name in OF_EPISODES):
+                raise SettingsError(f"{name}={texts[name]}: is for {what}; leave {name} out")
     return settings
+
+
+def unread(s: Settings) -> dict[str, str]:
+    """What a variable is for that a training with ``s`` does not read, by its name: those of episodes, and those whose
+    help begins with another method or `async`."""
+    found = {}
+    for f in fields(s):
+        of = f.metadata["help"].partition(":")[0]
+        if f.name in OF_EPISODES and not s.multi_turn:
+            found[f.name] = f"multi-turn tasks; TASK={s.TASK} has single responses"
+        elif of in METHODS and of != s.METHOD:
+            found[f.name] = f"METHOD={of}; this is METHOD={s.METHOD}"
+        elif of == "async" and s.ASYNC == "off":
+            found[f.name] = "ASYNC=colocate or separate; this is ASYNC=off"
+    return found
 
 
 def _checked(f: Field, text: str):
@@ -558,7 +577,7 @@ def _checked(f: Field, text: str):
     shown = " ".join(text.split())[:80] if text == text.strip() else repr(text[:80])
     _check_utf8(f.name, text)
     if f.type in _NUMBER and not _NUMBER[f.type].fullmatch(text):
-        kind = {int: "a whole number, such as 8", float: "a number, such as 0.5"}[f.type]
+        kind = {int: "a whole number, such as 1", float: "a number, such as 0.5"}[f.type]
         raise SettingsError(f"{f.name}={shown}: must be {kind} ({f.metadata['help']})")
     value = f.type(text)
     check = f.metadata["check"]

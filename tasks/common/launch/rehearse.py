@@ -28,13 +28,13 @@ from verl_tasks.models import thin
 from verl_tasks.rows import DataError
 from verl_tasks.settings import (
     COMPLETE,
-    OF_EPISODES,
     ROOT,
     Command,
     Settings,
     SettingsError,
     artifacts,
     load_settings,
+    unread,
     values_of,
 )
 
@@ -151,7 +151,7 @@ def given_variables(s: Settings, texts: Mapping[str, str], model: Path, folder: 
     ``texts``: the settings ``s`` as they were written."""
     played = dict(texts) | smaller(s)
     played |= {"MODEL": str(model), "STACK": "cpu"} | ({"TEACHER": str(folder / "teacher")} if s.TEACHER else {})
-    for name in {*NOT_PLAYED, *(() if s.multi_turn else OF_EPISODES)}:
+    for name in {*NOT_PLAYED, *unread(s)}:
         played.pop(name)
     given = {"TASK": s.TASK, "STACK": "cpu"}
     while True:  # one value may change the defaults of others

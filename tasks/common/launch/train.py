@@ -76,7 +76,7 @@ def _lost(s: Settings, trainer) -> Iterator[str]:
         yield f"ARGS: trainer.default_local_dir={trainer.default_local_dir}: is the run's folder; set ARTIFACTS"
     if trainer.total_training_steps != s.STEPS:
         yield f"ARGS: trainer.total_training_steps={trainer.total_training_steps}: is STEPS={s.STEPS}; set STEPS"
-    if (trainer.save_freq or 0) < 1:
+    if trainer.save_freq < 1:
         yield f"ARGS: trainer.save_freq={trainer.save_freq}: would save no checkpoint; set SAVE_FREQ"
     if "file" not in trainer.logger:
         yield f"ARGS: trainer.logger={trainer.logger}: would leave the run without metrics; set LOGGER"

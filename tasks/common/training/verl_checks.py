@@ -10,9 +10,9 @@ COUNTS = [f"data.{name}" for name in ("train_batch_size", "max_prompt_length", "
 COUNTS += [f"actor_rollout_ref.rollout.{name}" for name in ("n", "prompt_length", "response_length")]
 COUNTS += ["actor_rollout_ref.rollout.tensor_model_parallel_size", "trainer.n_gpus_per_node", "trainer.nnodes"]
 COUNTS += [f"actor_rollout_ref.actor.{name}" for name in ("ppo_mini_batch_size", "ppo_max_token_len_per_gpu")]
-COUNTS_OR_NULL = ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"]
-COUNTS_OR_NULL += ["actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"]
-COUNTS_OR_NULL += ["actor_rollout_ref.rollout.max_model_len"]
+COUNTS += ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"]
+COUNTS += ["actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"]
+COUNTS += ["actor_rollout_ref.rollout.max_model_len"]
 
 
 def check_composed(config) -> None:
@@ -53,12 +53,10 @@ def _no_counts(config) -> Iterator[str]:
     """Values that verl divides by, or by which it ends late."""
     from omegaconf import OmegaConf
 
-    values = [(key, OmegaConf.select(config, key)) for key in (*COUNTS, *COUNTS_OR_NULL)]
+    values = [(key, OmegaConf.select(config, key)) for key in COUNTS]
     values += [(key, shared) for key, shared, _ in sequence_parallel(config)]
     for key, value in values:
-        if value is None and key in COUNTS_OR_NULL:
-            continue
-        if not isinstance(value, int) or value < 1:
+        if value is not None and (not isinstance(value, int) or value < 1):  # ARGS may be null where verl's own are
             yield f"{key}={value}: must be a whole number above 0"
 
 

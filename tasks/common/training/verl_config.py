@@ -7,7 +7,7 @@ are in the names of verl 0.9.1, which verl_versions.py translates; the user's in
 import importlib.util
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import isfinite
 from pathlib import Path
@@ -361,7 +361,7 @@ def compose(config_name: str, overrides: list[str], package: Path | None = None,
         try:
             config = hydra_compose(config_name, [*overrides, *arguments])
             if arguments:
-                _check_types(hydra_compose(config_name, overrides), config, arguments)
+                _check_types(hydra_compose(config_name), hydra_compose(config_name, overrides), config, arguments)
                 OmegaConf.to_container(config, resolve=True)  # raises for a reference to nothing
             return config
         except (HydraException, OmegaConfBaseException, ValueError) as error:
@@ -375,11 +375,24 @@ def rl_config(s: Settings, arguments: Sequence[str] = ()):
     overrides = rl_overrides(s, s.MODEL, s.runs_dir, parity.decided(s))
     config = compose("ppo_trainer", overrides, arguments=arguments)
     verl_checks.check_composed(config)
+    for problem in _another_model(s, config.actor_rollout_ref.model):
+        raise SettingsError(problem)
     if problem := getattr(stack(s.STACK), "SP_PROBLEM", ""):
         for key, shared, _ in verl_checks.sequence_parallel(config):
             if shared > 1:
                 raise SettingsError(f"{key}={shared}: {problem}")
     return config
+
+
+def _another_model(s: Settings, model) -> Iterator[str]:
+    """What ARGS change so that the checks, the checkpoints and the evaluation are of another model than what trains."""
+    for key, value, wanted, name in (
+        ("path", model.path, base_model(s.MODEL), "MODEL"),
+        ("lora_rank", model.lora_rank, s.LORA_RANK, "LORA_RANK"),
+        ("lora_alpha", model.lora_alpha, s.LORA_ALPHA, "LORA_ALPHA"),
+    ):
+        if value != wanted:
+            yield f"ARGS: model.{key}={value}: is {name}={getattr(s, name)}; set {name}"
 
 
 def save_contents(s: Settings, arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
@@ -401,8 +414,9 @@ def _of_another_engine(argument: str) -> bool:
     return group in ENGINES and not file.startswith(("dp_", "fsdp"))
 
 
-def _check_types(before, after, arguments: Sequence[str]) -> None:
+def _check_types(verls, before, after, arguments: Sequence[str]) -> None:
     """Raise SettingsError where one of ``arguments`` gives a value another type than it has in the config ``before``.
+    Null may replace what is null in verl's own, ``verls``.
 
     verl checks few of its values, and those only once its workers are up: a learning rate of text fails after minutes,
     and the text "no" for a switch counts as true.
@@ -413,20 +427,19 @@ def _check_types(before, after, arguments: Sequence[str]) -> None:
     for override in OverridesParser.create().parse_overrides(list(arguments)):
         key = override.key_or_group
         old, new = OmegaConf.select(before, key), OmegaConf.select(after, key)
-        if wanted := _other_type(old, new):
+        may_be_null = OmegaConf.select(verls, key) is None
+        if wanted := None if new is None and may_be_null else _other_type(old, new):
             shown = f"{key}={one_line(str(new), 80)}"
             raise SettingsError(f"ARGS: {shown}: must be {wanted}, as {one_line(str(old), 40)} is")
 
 
 def _other_type(old, new) -> str | None:
-    """What ``new`` must be in place of ``old``, in words; None where it is that. Null may replace all but a group.
+    """What ``new`` must be in place of ``old``, in words; None where it is that.
 
     verl's yaml has 0 and 1 for some fractions, and takes a text or a list of texts for the same key.
     """
     if isinstance(old, Mapping):
         return None if isinstance(new, Mapping) else "a group of keys"
-    if new is None:
-        return None
     if isinstance(old, bool):
         return None if isinstance(new, bool) or new in (0, 1) else "true or false"
     if isinstance(old, int | float):
