@@ -650,7 +650,10 @@ def test_half_a_character_in_one_run_leaves_the_tables_of_all(settings):
     assert "MODEL     ?x" in overview.comparison(f"{run_dir.name},other").encode().decode()
 
 
-@pytest.mark.parametrize("name", ["settings.json", "metrics/000.jsonl", "checkpoints/latest_checkpointed_iteration.txt"])
+TRACKER = "checkpoints/latest_checkpointed_iteration.txt"
+
+
+@pytest.mark.parametrize("name", ["settings.json", "metrics/000.jsonl", TRACKER])
 def test_a_pipe_in_one_run_leaves_the_tables_of_all(settings, name):
     """To read one that nobody writes to never ends."""
     (pipe := make_run(settings, "piped", metrics=METRICS) / name).parent.mkdir(exist_ok=True)
