@@ -29,7 +29,7 @@ from verl_tasks.runs import launches, repeat
 from verl_tasks.runs.folder import all_runs, lineage, named, record, settings_of
 from verl_tasks.runs.run import Run, read_metrics
 from verl_tasks.runs.secrets import MASK, masked
-from verl_tasks.settings import OF_EPISODES, SettingsError, load_settings
+from verl_tasks.settings import SettingsError, load_settings, unread
 
 SECRETS = {"JUDGE_API_KEY": "sk-judge-12345", "WANDB_API_KEY": "wandb-12345", "HF_TOKEN": "hf_12345"}
 
@@ -363,7 +363,7 @@ def test_make_repeat_prepares_the_data_checks_it_and_trains_by_the_ordinary_path
     """The model is gone: the training refuses to start, in its own words."""
     s = replace(settings, MODEL="/no/such/model", INIT="base")
     where = {"ARTIFACTS": os.environ["ARTIFACTS"]}
-    typed = {name: str(value) for name, value in asdict(s).items() if name not in OF_EPISODES}
+    typed = {name: str(value) for name, value in asdict(s).items() if name not in unread(s)}
     assert make("data", **typed, **where).returncode == 0
     run_dir = make_run(s)
     shutil.rmtree(s.data_dir)
