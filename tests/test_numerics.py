@@ -39,8 +39,6 @@ SMALL = {
     "N": "1",
     "SAVE_FREQ": "1",
     "ARGS": f"algorithm.rollout_correction.rollout_is_threshold={CAP}",
-    "EGPO_LAMBDA": str(LAMBDA),
-    "EGPO_ALPHA": str(ALPHA),  # entropies up to ln 260 = 5.6 are then both above and below |A| / α
     "VERL_USE_EXTERNAL_MODULES": "tests.dump",
 }
 
@@ -313,7 +311,9 @@ def reasoning(tokenizer, prompt: list[int], response: list[int]) -> tuple[str, s
 def test_egpo(thinking_model, checkout, tmp_path):
     from transformers import AutoTokenizer
 
-    (update,), losses, metrics = train("egpo", thinking_model, checkout, tmp_path)
+    # Entropies up to ln 260 = 5.6 are then both above and below |A| / α.
+    own = {"EGPO_LAMBDA": str(LAMBDA), "EGPO_ALPHA": str(ALPHA)}
+    (update,), losses, metrics = train("egpo", thinking_model, checkout, tmp_path, **own)
     tokenizer = AutoTokenizer.from_pretrained(thinking_model)
     grpo, mask = grpo_advantages(update), update["response_mask"] > 0
     assert largest(update["grpo"], grpo) < 1e-6
