@@ -546,9 +546,9 @@ def load_settings(environ: Mapping[str, str] | None = None, cls: type = Settings
             counts = [count for count in range(1, 2 * steps) if prompts % count == 0]  # more are further than 1
             nearest = min(counts, key=lambda count: abs(count - steps))  # of equally near ones the fewer
             settings = replace(settings, MINI_BATCH_SIZE=prompts // nearest)
-        for problem in problems(settings, environ.get("STAGE", "train")):
-            raise SettingsError(problem)
         typed, stage = environ.get("GIVEN", "").split(), environ.get("STAGE", "train")
+        for problem in problems(settings, stage):
+            raise SettingsError(problem)
         # An evaluation is as the run was, and an experiment has several methods.
         trains = stage_of(stage).plans and stage != "experiment"
         for name, what in unread(settings).items():

@@ -75,9 +75,10 @@ def convert(options: argparse.Namespace) -> dict:
             noted.add("verl's SFT trainer learns every turn of the assistant, also those of weight 0 before the last")
         if read.chosen is not None and kind != "dpo":
             raise DataError(f"has chosen and rejected answers, which are no {kind} row; use --kind dpo")
-        if kind == "dpo" and (example := make(read)):
+        example = make(read)
+        if kind == "dpo" and example:
             pairs.add((prepare.prompt_text(example), read.chosen, read.rejected))
-        return filter(None, [make(read)])
+        return filter(None, [example])
 
     examples = prepare.Examples(parts, made)
     form = Form(

@@ -102,7 +102,8 @@ def chosen(task: str, name: str) -> Path:
     runs = [run for run in all_runs(task) if recorded(run)["kind"] == "rl"]
     if not runs:
         raise SettingsError(f"no RL or DPO run in {artifacts() / 'runs' / task} yet: run `make train TASK={task}`")
-    return max(runs, key=lambda run: (bool(read_metrics(run, strict=False)), started(run)))
+    newest = sorted(runs, key=started, reverse=True)
+    return next((run for run in newest if read_metrics(run, strict=False)), newest[0])
 
 
 def began_with(run_dir: Path) -> dict[str, str]:

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from math import isfinite
 from pathlib import Path
 
@@ -361,7 +362,8 @@ def compose(config_name: str, overrides: list[str], package: Path | None = None,
         try:
             config = hydra_compose(config_name, [*overrides, *arguments])
             if arguments:
-                _check_types(hydra_compose(config_name), hydra_compose(config_name, overrides), config, arguments)
+                verls = partial(hydra_compose, config_name)
+                _check_types(verls, hydra_compose(config_name, overrides), config, arguments)
                 OmegaConf.to_container(config, resolve=True)  # raises for a reference to nothing
             return config
         except (HydraException, OmegaConfBaseException, ValueError) as error:
@@ -416,7 +418,7 @@ def _of_another_engine(argument: str) -> bool:
 
 def _check_types(verls, before, after, arguments: Sequence[str]) -> None:
     """Raise SettingsError where one of ``arguments`` gives a value another type than it has in the config ``before``.
-    Null may replace what is null in verl's own, ``verls``.
+    Null may replace what is null in verl's own, which ``verls`` composes.
 
     verl checks few of its values, and those only once its workers are up: a learning rate of text fails after minutes,
     and the text "no" for a switch counts as true.
@@ -427,8 +429,8 @@ def _check_types(verls, before, after, arguments: Sequence[str]) -> None:
     for override in OverridesParser.create().parse_overrides(list(arguments)):
         key = override.key_or_group
         old, new = OmegaConf.select(before, key), OmegaConf.select(after, key)
-        may_be_null = OmegaConf.select(verls, key) is None
-        if wanted := None if new is None and may_be_null else _other_type(old, new):
+        may_be_null = new is None and OmegaConf.select(verls(), key) is None
+        if not may_be_null and (wanted := _other_type(old, new)):
             shown = f"{key}={one_line(str(new), 80)}"
             raise SettingsError(f"ARGS: {shown}: must be {wanted}, as {one_line(str(old), 40)} is")
 
