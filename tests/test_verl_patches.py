@@ -513,17 +513,24 @@ def test_what_another_program_takes_meanwhile_does_not_end_the_engine(shared_gpu
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "shared, given, wanted", [("1", None, 700), ("", None, None), ("1", 123, 123)], ids=["shared", "alone", "given"]
+    "shared, given, wanted, limits",
+    [("2", None, 700, ["garbage_collection_threshold:0.250", 1.0]), ("", None, None, []), ("2", 123, 123, [])],
+    ids=["shared", "alone", "given"],
 )
-def test_the_kv_cache_does_not_follow_what_others_use(shared, given, wanted, shared_gpu, monkeypatch):
+def test_the_memory_does_not_follow_what_others_use(shared, given, wanted, limits, shared_gpu, monkeypatch):
     monkeypatch.setenv(shared_gpu.SHARED, shared)
-    seen = []
+    seen, limited = [], []
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", limited.append)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", limited.append)
     monkeypatch.setattr(
         shared_gpu, "_determine_available_memory", lambda self: seen.append(self.cache_config.kv_cache_memory_bytes)
     )
     cache = SimpleNamespace(kv_cache_memory_bytes=given)
-    shared_gpu.Worker.determine_available_memory(SimpleNamespace(cache_config=cache, requested_memory=1000))
+    of_gpu = SimpleNamespace(total_memory=4000)
+    worker = SimpleNamespace(cache_config=cache, requested_memory=1000, init_snapshot=of_gpu)
+    shared_gpu.Worker.determine_available_memory(worker)
     assert seen == [wanted]
+    assert limited == limits
 
 
 @pytest.mark.parametrize("version", ["0.11.0.post2", "0.24.0"])

@@ -14,13 +14,16 @@ from verl_tasks.settings import Command, Settings, load_settings
 
 
 def planned(forms: list[str]):
-    """In place of experiments.planned: the settings of each training, by its label FORM@RATE#SEED."""
+    """In place of experiments.planned: the settings of each training, by its label FORM@RATE#SEED.
+
+    Each seed begins with the next form, so that two GPUs share both forms.
+    """
 
     def runs(s: Settings, command: Command) -> dict[str, Settings]:
         return {
             f"{form}@{s.LR:g}#{seed}": load_settings(os.environ | {"ASYNC": form, "TRAIN_SEED": str(seed)})
             for seed in range(s.TRAIN_SEED, s.TRAIN_SEED + command.SEEDS)
-            for form in forms
+            for form in forms[seed % len(forms) :] + forms[: seed % len(forms)]
         }
 
     return runs

@@ -2,11 +2,13 @@
 
 It measures the free memory of the whole GPU (vllm/v1/worker/gpu_worker.py of 0.11.0 and 0.24.0). Memory that another
 program takes while this one falls asleep stops it. Memory that another takes or frees during its profiling stops it, or
-changes its KV cache.
+changes its KV cache. And torch keeps freed blocks of logits, of another size for each number of requests, until the
+whole GPU is full, which fails the others.
 """
 
 import os
 
+import torch
 from vllm.v1.worker.gpu_worker import Worker
 
 from verl_tasks.machine.hardware import KV_CACHE
@@ -31,9 +33,15 @@ def sleep(self, level: int = 1) -> None:
 
 
 def determine_available_memory(self) -> int:
-    """Bytes for the KV cache: a fixed part of its share where the GPU is shared, else what vLLM's profile leaves."""
+    """Bytes for the KV cache: a fixed part of its share where the GPU is shared, else what vLLM's profile leaves.
+
+    There torch gives back unused blocks before it takes more than the share.
+    """
     if os.environ.get(SHARED) and not self.cache_config.kv_cache_memory_bytes:
         self.cache_config.kv_cache_memory_bytes = int(KV_CACHE * self.requested_memory)
+        share = self.requested_memory / self.init_snapshot.total_memory
+        torch.cuda.memory._set_allocator_settings(f"garbage_collection_threshold:{share:.3f}")
+        torch.cuda.set_per_process_memory_fraction(1.0)  # without a fraction the threshold does nothing
     return _determine_available_memory(self)
 
 
