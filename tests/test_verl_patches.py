@@ -513,24 +513,26 @@ def test_what_another_program_takes_meanwhile_does_not_end_the_engine(shared_gpu
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "shared, given, wanted, limits",
-    [("2", None, 700, ["garbage_collection_threshold:0.250", 1.0]), ("", None, None, []), ("2", 123, 123, [])],
+    "shared, given, wanted, fractions",
+    # of 40 GiB: 0.7 x 10 of its share, twice the 3 GiB of the profile, 2 GiB of graphs
+    [("2", None, 7, [15 / 40]), ("", None, None, []), ("2", 5, 5, [])],
     ids=["shared", "alone", "given"],
 )
-def test_the_memory_does_not_follow_what_others_use(shared, given, wanted, limits, shared_gpu, monkeypatch):
+def test_the_memory_does_not_follow_what_others_use(shared, given, wanted, fractions, shared_gpu, monkeypatch):
+    gib = 2**30
     monkeypatch.setenv(shared_gpu.SHARED, shared)
+    given, wanted = given and given * gib, wanted and wanted * gib
     seen, limited = [], []
-    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", limited.append)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * gib)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", limited.append)
     monkeypatch.setattr(
         shared_gpu, "_determine_available_memory", lambda self: seen.append(self.cache_config.kv_cache_memory_bytes)
     )
-    cache = SimpleNamespace(kv_cache_memory_bytes=given)
-    of_gpu = SimpleNamespace(total_memory=4000)
-    worker = SimpleNamespace(cache_config=cache, requested_memory=1000, init_snapshot=of_gpu)
+    cache, of_gpu = SimpleNamespace(kv_cache_memory_bytes=given), SimpleNamespace(total_memory=40 * gib)
+    worker = SimpleNamespace(cache_config=cache, requested_memory=10 * gib, init_snapshot=of_gpu)
     shared_gpu.Worker.determine_available_memory(worker)
     assert seen == [wanted]
-    assert limited == limits
+    assert limited == pytest.approx(fractions)
 
 
 @pytest.mark.parametrize("version", ["0.11.0.post2", "0.24.0"])

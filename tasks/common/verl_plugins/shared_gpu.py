@@ -15,6 +15,7 @@ from verl_tasks.machine.hardware import KV_CACHE
 from verl_tasks.verl_plugins.expect import expect
 
 SHARED = "SHARED_GPU"  # set by launch/experiments.py
+GRAPHS = 2 * 2**30  # bytes for CUDA graphs of a small model
 
 expect(Worker.sleep, 'assert freed_bytes >= 0, "Memory usage increased after sleeping."')
 expect(Worker.determine_available_memory, "if kv_cache_memory_bytes := self.cache_config.kv_cache_memory_bytes:")
@@ -35,14 +36,16 @@ def sleep(self, level: int = 1) -> None:
 def determine_available_memory(self) -> int:
     """Bytes for the KV cache: a fixed part of its share where the GPU is shared, else what vLLM's profile leaves.
 
-    There torch gives back unused blocks before it takes more than the share.
+    There torch holds at most the KV cache and twice what the profile took (weights, activations): it gives back unused
+    blocks before it takes more.
     """
-    if os.environ.get(SHARED) and not self.cache_config.kv_cache_memory_bytes:
-        self.cache_config.kv_cache_memory_bytes = int(KV_CACHE * self.requested_memory)
-        share = self.requested_memory / self.init_snapshot.total_memory
-        torch.cuda.memory._set_allocator_settings(f"garbage_collection_threshold:{share:.3f}")
-        torch.cuda.set_per_process_memory_fraction(1.0)  # without a fraction the threshold does nothing
-    return _determine_available_memory(self)
+    if not os.environ.get(SHARED) or self.cache_config.kv_cache_memory_bytes:
+        return _determine_available_memory(self)
+    self.cache_config.kv_cache_memory_bytes = int(KV_CACHE * self.requested_memory)
+    available = _determine_available_memory(self)
+    most = self.cache_config.kv_cache_memory_bytes + 2 * torch.cuda.max_memory_allocated() + GRAPHS
+    torch.cuda.set_per_process_memory_fraction(min(1.0, most / self.init_snapshot.total_memory))
+    return available
 
 
 Worker.sleep = sleep
