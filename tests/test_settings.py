@@ -735,6 +735,16 @@ def test_a_changed_program_of_an_environment_changes_its_digest(tmp_path):
     assert digest() != before
 
 
+def test_a_folder_of_data_counts_what_is_read_of_it(tmp_path):
+    file = tmp_path / "train.JSONL"
+    (tmp_path / "test.json").mkdir()
+    file.write_text("1")
+    first = load(FILE=str(tmp_path)).data_fingerprint()
+    _digest.cache_clear()
+    file.write_text("2")
+    assert load(FILE=str(tmp_path)).data_fingerprint() != first
+
+
 def test_another_training_file_is_another_run(tmp_path):
     file = tmp_path / "signal.parquet"
     file.write_bytes(b"one")

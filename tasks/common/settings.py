@@ -27,6 +27,7 @@ HEALTH_RULES = ("nan", "collapse", "kl", "spike", "mismatch", "zero_variance", "
 HEALTH_RULES += ("memory", "hollow", "short", "alike", "narrow", "failed")
 # MiB that a driver leaves free of a GPU: A100 (SXM 80 GB, PCIe 40 GB), H100 and H200 SXM, A10, L40S.
 GPU_MIB = {"a100": 80_000, "a100-40g": 40_000, "h100": 80_000, "h200": 142_000, "a10": 22_500, "l40s": 45_000}
+DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet")
 STACKS = sorted(path.parent.name for path in (PACKAGE / "stacks").glob("*/__init__.py"))
 
 
@@ -272,7 +273,7 @@ class Settings:
         path = Path(self.FILE).expanduser()
         if not self.FILE or path.is_file():
             return [path] if self.FILE else []
-        files = [f for f in sorted(path.glob("*")) if f.suffix in (".json", ".jsonl", ".csv", ".parquet")]
+        files = [f for f in sorted(path.glob("*")) if f.suffix.lower() in DATA_SUFFIXES and f.is_file()]
         if not files:
             raise SettingsError(f"FILE={self.FILE}: no such file, nor a folder with json, jsonl, csv or parquet files")
         return files
