@@ -294,14 +294,12 @@ class Settings:
     def contents(self) -> dict[str, str]:
         """Digest of each file of the data, by its name: ``train``, ``dev``, ``test``, ``sft``. Where they were not made
         with these settings, what they would be made with stands for each."""
-        return self.made() or dict.fromkeys(("train", "dev", "test", "sft"), self.data_fingerprint())
+        return self.made().get("contents") or dict.fromkeys(("train", "dev", "test", "sft"), self.data_fingerprint())
 
-    def made(self) -> dict[str, str]:
-        """``contents`` of the data that are there, made with these settings; empty where none are."""
+    def made(self) -> dict:
+        """The manifest of the data that are there, made with these settings; empty where none are."""
         manifest = read_json(self.data_dir / "manifest.json")
-        if manifest and manifest.get("fingerprint") == self.data_fingerprint():
-            return manifest.get("contents") or {}
-        return {}
+        return manifest if manifest.get("fingerprint") == self.data_fingerprint() else {}
 
     def sft_parts(self) -> dict:
         """What the warm-up reads, by name: it starts anew where one changes."""
