@@ -53,7 +53,7 @@ def write_rows(path, rows):
 # ---- records
 
 
-@pytest.mark.parametrize("suffix", records.SUFFIXES)
+@pytest.mark.parametrize("suffix", records.DATA_SUFFIXES)
 def test_records_come_back_and_can_be_read_again(tmp_path, suffix):
     found = Records(write_rows(tmp_path / f"x{suffix}", ROWS))
     assert list(found) == list(found) == ROWS

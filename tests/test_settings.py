@@ -590,7 +590,7 @@ def test_the_stack_is_chosen_where_nvidia_smi_hangs(timeout, smi, tmp_path):
     script = [tmp_path / "bash", ROOT / "tasks/common/install/choose_stack.sh"]
     result = subprocess.run(script, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=True)
     answered = "a100: an NVIDIA GPU, whose driver does not tell its compute capability\n"
-    hangs = f"cpu: {visible_gpus.no_answer(visible_gpus.ANSWERS_WITHIN)}\n"
+    hangs = "cpu: nvidia-smi does not answer within 60 s; turn on persistence mode: nvidia-smi -pm 1\n"
     assert (result.stdout, result.stderr) == (hangs if timeout else answered, "")
     assert len((tmp_path / "asked").read_text()) == (1 if timeout else 3)
 
@@ -733,6 +733,16 @@ def test_a_changed_program_of_an_environment_changes_its_digest(tmp_path):
     before = digest()
     environment.with_name("agent.js").write_text("2")
     assert digest() != before
+
+
+def test_a_folder_of_data_counts_what_is_read_of_it(tmp_path):
+    file = tmp_path / "train.JSONL"
+    (tmp_path / "test.json").mkdir()
+    file.write_text("1")
+    first = load(FILE=str(tmp_path)).data_fingerprint()
+    _digest.cache_clear()
+    file.write_text("2")
+    assert load(FILE=str(tmp_path)).data_fingerprint() != first
 
 
 def test_another_training_file_is_another_run(tmp_path):

@@ -27,6 +27,7 @@ HEALTH_RULES = ("nan", "collapse", "kl", "spike", "mismatch", "zero_variance", "
 HEALTH_RULES += ("memory", "hollow", "short", "alike", "narrow", "failed")
 # MiB that a driver leaves free of a GPU: A100 (SXM 80 GB, PCIe 40 GB), H100 and H200 SXM, A10, L40S.
 GPU_MIB = {"a100": 80_000, "a100-40g": 40_000, "h100": 80_000, "h200": 142_000, "a10": 22_500, "l40s": 45_000}
+DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet")
 STACKS = sorted(path.parent.name for path in (PACKAGE / "stacks").glob("*/__init__.py"))
 
 
@@ -272,7 +273,7 @@ class Settings:
         path = Path(self.FILE).expanduser()
         if not self.FILE or path.is_file():
             return [path] if self.FILE else []
-        files = [f for f in sorted(path.glob("*")) if f.suffix in (".json", ".jsonl", ".csv", ".parquet")]
+        files = [f for f in sorted(path.glob("*")) if f.suffix.lower() in DATA_SUFFIXES and f.is_file()]
         if not files:
             raise SettingsError(f"FILE={self.FILE}: no such file, nor a folder with json, jsonl, csv or parquet files")
         return files
@@ -293,14 +294,12 @@ class Settings:
     def contents(self) -> dict[str, str]:
         """Digest of each file of the data, by its name: ``train``, ``dev``, ``test``, ``sft``. Where they were not made
         with these settings, what they would be made with stands for each."""
-        return self.made() or dict.fromkeys(("train", "dev", "test", "sft"), self.data_fingerprint())
+        return self.made().get("contents") or dict.fromkeys(("train", "dev", "test", "sft"), self.data_fingerprint())
 
-    def made(self) -> dict[str, str]:
-        """``contents`` of the data that are there, made with these settings; empty where none are."""
+    def made(self) -> dict:
+        """The manifest of the data that are there, made with these settings; empty where none are."""
         manifest = read_json(self.data_dir / "manifest.json")
-        if manifest and manifest.get("fingerprint") == self.data_fingerprint():
-            return manifest.get("contents") or {}
-        return {}
+        return manifest if manifest.get("fingerprint") == self.data_fingerprint() else {}
 
     def sft_parts(self) -> dict:
         """What the warm-up reads, by name: it starts anew where one changes."""

@@ -11,23 +11,22 @@ from verl_tasks.errors import SettingsError
 ANSWERS_WITHIN = 60  # seconds, nvidia-smi: without persistence mode each call starts the driver of every GPU
 
 
-def no_answer(seconds: float) -> str:
-    """What to say of an nvidia-smi that takes longer."""
-    return f"nvidia-smi does not answer within {seconds} s; turn on persistence mode: nvidia-smi -pm 1"
+def nvidia_smi(*arguments: str) -> str:
+    """What nvidia-smi prints; empty without it. Raises SettingsError when it takes more than ANSWERS_WITHIN seconds."""
+    if not shutil.which("nvidia-smi"):
+        return ""
+    command = ["nvidia-smi", *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=ANSWERS_WITHIN).stdout
+    except subprocess.TimeoutExpired:
+        fix = "turn on persistence mode: nvidia-smi -pm 1, or set STACK=cpu"
+        raise SettingsError(f"nvidia-smi does not answer within {ANSWERS_WITHIN} s; {fix}") from None
 
 
 def _listed_gpus() -> list[tuple[str, str]]:
-    """Number and UUID of each GPU of `nvidia-smi -L`, in the order of the PCI bus; none without it. Raises
-    SettingsError when it takes more than ANSWERS_WITHIN seconds."""
-    if not shutil.which("nvidia-smi"):
-        return []
-    query = ["nvidia-smi", "-L"]
-    try:
-        listed = subprocess.run(query, capture_output=True, text=True, timeout=ANSWERS_WITHIN).stdout
-    except subprocess.TimeoutExpired:
-        raise SettingsError(f"{no_answer(ANSWERS_WITHIN)}, or set STACK=cpu") from None
+    """Number and UUID of each GPU, in the order of the PCI bus; none without nvidia-smi."""
     # Parts (MIG) are indented below theirs.
-    return re.findall(r"^GPU ([0-9]+):(?:.*\(UUID: (GPU-.+)\)$)?", listed, re.MULTILINE)
+    return re.findall(r"^GPU ([0-9]+):(?:.*\(UUID: (GPU-.+)\)$)?", nvidia_smi("-L"), re.MULTILINE)
 
 
 def named_gpus() -> list[str] | None:

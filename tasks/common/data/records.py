@@ -14,6 +14,7 @@ import pyarrow as pa
 from verl_tasks.data.formats import conversation, tool_schemas
 from verl_tasks.files import sha256
 from verl_tasks.rows import FIRST_PROBLEMS, DataError, parquet_rows
+from verl_tasks.settings import DATA_SUFFIXES
 from verl_tasks.strict_json import decoded
 from verl_tasks.text import one_line
 
@@ -23,7 +24,6 @@ LONGEST = 64 << 20  # bytes of a line, and characters of a CSV field; more means
 SAMPLE = 1 << 20  # characters that show a CSV file's separator
 # Keys of a turn, a call and a tool.
 CHATS = ("role", "content"), ("from", "value"), ("type", "function"), ("name", "arguments"), ("name", "parameters")
-SUFFIXES = (".json", ".jsonl", ".csv", ".parquet")
 
 
 class HubUnreachable(DataError):
@@ -60,8 +60,8 @@ class Records:
         self.path, self.split = Path(path).expanduser(), split
         self.unused: dict[str, None] = {}  # what ``converted`` did not read: columns that hold something, nulls
         self.nulls: dict[str, None] = {}
-        if self.path.suffix.lower() not in SUFFIXES:
-            raise DataError(f"{path}: unknown kind of file; give one of {', '.join(SUFFIXES)}")
+        if self.path.suffix.lower() not in DATA_SUFFIXES:
+            raise DataError(f"{path}: unknown kind of file; give one of {', '.join(DATA_SUFFIXES)}")
         if not self.path.is_file():
             raise DataError(f"{path}: no such file")
 
@@ -145,9 +145,9 @@ def load(path: Path | str) -> list[Records]:
     if not folder.is_dir():
         return [Records(path)]
     there = sorted(folder.iterdir())
-    files = [file for file in there if file.suffix.lower() in SUFFIXES and file.is_file()]
+    files = [file for file in there if file.suffix.lower() in DATA_SUFFIXES and file.is_file()]
     parts = [Records(file, split) for split in ("train", "test") for file in files if file.name.startswith(split)]
-    kinds = ", ".join(SUFFIXES)
+    kinds = ", ".join(DATA_SUFFIXES)
     if not any(part.split == "train" for part in parts):
         raise DataError(f"{path}: the folder has no training file (train* of {kinds})")
     data = {file for file in there if file in files or file.name.startswith(("train", "test"))}

@@ -7,7 +7,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import platform
-import re
 import sys
 import time
 from pathlib import Path
@@ -57,20 +56,14 @@ def versions() -> dict[str, str]:
 
     Without vendored copies inside other packages (setuptools' ``_vendor``, Ray's ``thirdparty_files``).
     """
-    present = [(_header(one), Path(str(one.locate_file("")))) for one in importlib.metadata.distributions()]
-    folders = {folder for header, folder in present if header}
+    every = [(one.metadata, Path(str(one.locate_file("")))) for one in importlib.metadata.distributions()]
+    present = [(header, folder) for header, folder in every if {"Name", "Version"} <= {*header}]
+    folders = {folder for _, folder in present}
     found: dict[str, str] = {}
     for header, folder in present:
-        if header and folders.isdisjoint(folder.parents):
+        if folders.isdisjoint(folder.parents):
             found.setdefault(header["Name"], header["Version"])
     return found
-
-
-def _header(distribution: importlib.metadata.Distribution) -> dict[str, str]:
-    """Name and Version; empty without a name. ``distribution.metadata`` would parse the whole file, a description."""
-    text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
-    found = dict(re.findall(r"^(Name|Version): *(.*?) *$", text.partition("\n\n")[0], re.MULTILINE))
-    return found if found.keys() == {"Name", "Version"} else {}
 
 
 def installed(stack: str) -> list[Package]:

@@ -218,10 +218,9 @@ def of_the_last_run(s: Settings) -> Iterator[Finding]:
 
 def data(s: Settings, training: bool) -> Iterator[Finding]:
     """The data files that exist, and their gold check. ``training``: a training is about to make the others."""
-    manifest = read_manifest(s.data_dir)
-    current, sound = manifest.get("fingerprint") == s.data_fingerprint(), True
-    if not current:
-        text = f"{s.data_dir}: {'made with other settings' if manifest else 'not there yet'}"
+    manifest, sound = s.made(), True
+    if not manifest:
+        text = f"{s.data_dir}: {'made with other settings' if read_manifest(s.data_dir) else 'not there yet'}"
         makes = f"`make data TASK={s.TASK}` or `make train TASK={s.TASK}` makes it"
         yield ok("data", text) if training else warning("data", text, makes)
         if not s.TRAIN_FILE:
@@ -247,12 +246,12 @@ def data(s: Settings, training: bool) -> Iterator[Finding]:
             yield error("data", f"{file}: {rows} rows, fewer than {by}={wanted}", f"lower {by}, or take more data")
         else:
             yield ok("data", f"{file}: {rows} rows")
-    if current and sound and not training:  # a training's data stage does it itself
+    if manifest and sound and not training:  # a training's data stage does it itself
         try:
             check_held_out(s, manifest["rows"])
         except DataError as problem:
             yield error("data", one_line(str(problem), 400))
-    if current and manifest.get("gold"):
+    if manifest.get("gold"):
         yield from gold_check(s, manifest, training)
 
 
@@ -286,16 +285,14 @@ def reward(s: Settings) -> Iterator[Finding]:
 def lengths(s: Settings, by: float) -> Iterator[Finding]:
     """How many prompts fit MAX_PROMPT_LENGTH with the model's tokenizer (verl drops the others), and how many
     demonstrations MAX_RESPONSE_LENGTH. Skipped after ``by`` (time.monotonic)."""
-    folder = _folder(s.MODEL)
-    manifest = read_manifest(s.data_dir)
-    current = manifest.get("fingerprint") == s.data_fingerprint()
-    if not s.train_file.is_file() or not (current or s.TRAIN_FILE) or folder is None:
+    folder, manifest = _folder(s.MODEL), s.made()
+    if not s.train_file.is_file() or not (manifest or s.TRAIN_FILE) or folder is None:
         return
     files = {"prompts": s.train_file}
-    if current and not s.TRAIN_FILE and manifest.get("tokenizer") == s.MODEL:
+    if not s.TRAIN_FILE and manifest.get("tokenizer") == s.MODEL:
         yield ok("prompts", "measured with MODEL's tokenizer when the data was made")
         del files["prompts"]
-    if current and "sft" in manifest["rows"]:
+    if "sft" in manifest.get("rows", ()):
         files["demonstrations"] = s.data_dir / "sft.parquet"
     if not files:
         return

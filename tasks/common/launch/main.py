@@ -100,9 +100,8 @@ class Job:
 def data(job: Job) -> str:
     """Prepare the data if it is not up to date, and check TRAIN_FILE where a training reads it."""
     s, training = job.s, not job.stage.about_a_run
-    manifest = read_manifest(s.data_dir)
-    fresh = manifest.get("fingerprint") == s.data_fingerprint()
-    fresh = fresh and all((s.data_dir / f"{name}.parquet").is_file() for name in manifest["rows"])
+    manifest = s.made()
+    fresh = bool(manifest) and all((s.data_dir / f"{name}.parquet").is_file() for name in manifest["rows"])
     checked = manifest.get("gold")
     # After an edit of the reward rows from elsewhere stay: to read them again may take long.
     again = job.goal == "data" or s.GOLD == "error" or (training and manifest.get("source") in settings.GENERATORS)
@@ -378,10 +377,8 @@ def closing(s: Settings, rounds: list[Run], step: str = "") -> None:
 def _shared_data(s: Settings, first: str) -> None:
     """Raise SettingsError unless the data that FROM skips exists, made with these settings. Checks TRAIN_FILE
     and PAIRS_FILE as the stage of the data does."""
-    manifest = read_manifest(s.data_dir)
-    made = manifest.get("fingerprint")
-    if made != s.data_fingerprint():
-        what = "was made with other settings" if made else "is not there"
+    if not (manifest := s.made()):
+        what = "was made with other settings" if read_manifest(s.data_dir) else "is not there"
         raise SettingsError(f"FROM={first}: {s.data_dir} {what}; run `make data TASK={s.TASK}`, or leave FROM out")
     if first in ("model", "sft", "train"):
         _check_own_files(s, manifest["rows"])

@@ -5,7 +5,6 @@ import functools
 import os
 import shutil
 import socket
-import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from verl_tasks.settings import SettingsError
-from verl_tasks.visible_gpus import ANSWERS_WITHIN, named_gpus, no_answer
+from verl_tasks.visible_gpus import named_gpus, nvidia_smi
 
 KV_CACHE = 0.7  # of vLLM's share of a GPU; the rest is for weights, activations and CUDA graphs
 # Tokens of a block of vLLM's cache on a CPU. Prompts share full blocks only; vLLM's 128 are longer than most prompts.
@@ -67,16 +66,14 @@ def _bytes(text: str) -> int:
 def nvidia() -> Nvidia | None:
     """The GPUs that a training would see, as CUDA_VISIBLE_DEVICES names them; None if the driver does not answer.
 
-    Prints a warning when it takes more than ANSWERS_WITHIN seconds.
+    Prints a warning when it takes too long.
     """
-    query = ["nvidia-smi", "-q", "-x"]
     try:
-        result = subprocess.run(query, capture_output=True, text=True, timeout=ANSWERS_WITHIN, check=True)
-        found = parse_nvidia_smi(result.stdout)
-    except subprocess.TimeoutExpired:
-        print(f"warning: {no_answer(ANSWERS_WITHIN)}", file=sys.stderr, flush=True)
+        found = parse_nvidia_smi(nvidia_smi("-q", "-x"))
+    except SettingsError as error:
+        print(f"warning: {error}", file=sys.stderr, flush=True)
         return None
-    except (OSError, subprocess.SubprocessError, ValueError):
+    except ValueError:
         return None
     if (names := named_gpus()) is None:
         return found

@@ -115,10 +115,9 @@ def loadable(checkpoint: Path, base: str) -> Path:
 
     ``base``: the adapter's base model, a folder or a hub id. Raises as ``merge``.
     """
-    if made := ready(checkpoint):
-        return made
-    adapter = adapter_folder(checkpoint, base) if is_lora(checkpoint) else None
-    return adapter if adapter and sampled_as_adapter(adapter) else merge(checkpoint, base)
+    if is_lora(checkpoint) and sampled_as_adapter(adapter := adapter_folder(checkpoint, base)):
+        return adapter
+    return merge(checkpoint, base)
 
 
 def adapter_folder(checkpoint: Path, base: str) -> Path:

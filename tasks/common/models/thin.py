@@ -1,8 +1,6 @@
 """A thin model: the architecture, vocabulary, tokenizer and chat template of a large one, with few layers of random
 weights. It is made from config.json and the tokenizer's files alone, so no weights are fetched."""
 
-import contextlib
-import io
 import math
 import shutil
 from pathlib import Path
@@ -57,6 +55,7 @@ def write(folder: Path, target: Path, seed: int) -> int:
     from transformers.utils import logging
 
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     files = {file for pattern in SMALL_FILES for file in folder.glob(pattern) if file.name != "config.json"}
     try:
         whole = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -64,8 +63,7 @@ def write(folder: Path, target: Path, seed: int) -> int:
         with torch.random.fork_rng(), folder_beside(target) as partial:
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
-            with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
-                model.save_pretrained(partial)
+            model.save_pretrained(partial)
             for file in files - {file for pattern in WEIGHTS for file in folder.glob(pattern)}:
                 shutil.copy(file, partial / file.name)
     except (OSError, ValueError, AttributeError, KeyError, TypeError, RuntimeError) as error:
@@ -82,11 +80,14 @@ def teach(folder: Path, demonstrations: list[tuple[list[int], list[int]]], seed:
     """
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
     def padded(rows: list[list[int]]) -> torch.Tensor:
         return torch.nn.utils.rnn.pad_sequence(list(map(torch.tensor, rows)), batch_first=True)
 
-    with torch.random.fork_rng(), contextlib.redirect_stderr(io.StringIO()):  # a progress bar
+    with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
         ids = padded([ids for ids, _ in demonstrations])

@@ -79,9 +79,8 @@ def _in_order(metrics: dict[int, dict]) -> list[dict]:
 
 def _at_last(rows: list[dict], s: Settings) -> Iterator[Finding]:
     """Findings at the last of ``rows``, given the others."""
-    *before, row = rows
     for name in HEALTH_RULES:
-        yield from (Finding(name, row["step"], text) for text in globals()[f"_{name}"](row, before, s))
+        yield from (Finding(name, rows[-1]["step"], text) for text in globals()[f"_{name}"](rows[-1], rows, s))
 
 
 class AbortedError(RuntimeError):
@@ -114,12 +113,6 @@ def no_signal(scores: list[dict], groups: list, cut: list[bool], s: Settings) ->
     return f"after the warm-up {what} ({said or 'all right'}): RL has {lesson} to learn from; {first}, or {way}"
 
 
-def stop_without_signal(run_dir: Path, reason: str) -> NoReturn:
-    """End a training before its first update: write the ``reason`` to its outcome.json and raise AbortedError."""
-    write_json(run_dir / OUTCOME, {"outcome": WITHOUT, "reason": reason})
-    raise AbortedError(reason)
-
-
 def aborted_by(metrics: dict[int, dict], s: Settings) -> Finding | None:
     """The finding that ends a training: of a rule in ABORT_ON, at the last step of ``metrics``."""
     chosen = s.ABORT_ON.split(",")
@@ -127,10 +120,9 @@ def aborted_by(metrics: dict[int, dict], s: Settings) -> Finding | None:
     return next((each for each in found if each.rule in chosen), None)
 
 
-def abort(run_dir: Path, found: Finding) -> NoReturn:
-    """End the training of ``run_dir``: write the reason to its outcome.json and raise AbortedError."""
-    reason = f"ABORT_ON={found}"
-    write_json(run_dir / OUTCOME, {"outcome": "aborted", "reason": reason})
+def abort(run_dir: Path, reason: str, outcome: str = "aborted") -> NoReturn:
+    """End the training of ``run_dir``: write the ``reason`` to its outcome.json and raise AbortedError."""
+    write_json(run_dir / OUTCOME, {"outcome": outcome, "reason": reason})
     raise AbortedError(reason)
 
 
@@ -139,20 +131,19 @@ def newest_by_rule(found: list[Finding]) -> list[Finding]:
     return sorted({finding.rule: finding for finding in found}.values(), key=lambda finding: finding.step)
 
 
-# ---- rules: the problem of a step, given the earlier steps
+# ---- rules: the problem of a step, the last of all so far
 
 
-def _for_steps(count: int, row: dict, before: list[dict], holds: Callable[[dict], bool]) -> bool:
-    """Whether there are ``count`` steps up to ``row``, and ``holds`` is true of the last ``count``."""
-    last = [*before[-count:], row][-count:]
-    return len(last) == count and all(map(holds, last))
+def _for_steps(count: int, rows: list[dict], holds: Callable[[dict], bool]) -> bool:
+    """Whether there are ``count`` steps, and ``holds`` is true of the last ``count``."""
+    return len(rows) >= count and all(map(holds, rows[-count:]))
 
 
 # Means over the tokens that count. Where none does (TRUNCATED=masked, ROLLOUT_CORRECTION=sequence), nothing is trained.
 _OF_TOKENS = ("critic/advantages/", "critic/returns/", "critic/values/", "critic/vf_explained_var", "actor/entropy")
 
 
-def _nan(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
+def _nan(row: dict, rows: list[dict], s: Settings) -> Iterator[str]:
     if s.TRUNCATED == "masked" and row.get("response_length/clip_ratio") == 1:
         return  # no token counts
     idle = row.get("actor/grad_norm") == 0 and math.isfinite(row.get("critic/score/mean", math.nan))
@@ -164,7 +155,7 @@ def _nan(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
         yield f"{', '.join(names[:3])}: not a finite number; the training has diverged, or a reward is NaN: lower LR"
 
 
-def _collapse(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
+def _collapse(row: dict, rows: list[dict], s: Settings) -> Iterator[str]:
     if (value := row.get("actor/entropy", 1.0)) < ENTROPY and row.get("answers/right", 0.0) < SOLVED:
         yield (
             f"entropy {value:.4f} < {ENTROPY}: the policy has collapsed, its samples are all alike; lower LR, set "
@@ -180,27 +171,27 @@ def _kl_of(row: dict) -> float:
     return row.get("actor/kl_loss", row.get("actor/reward_kl_penalty", math.nan))
 
 
-def _kl(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
+def _kl(row: dict, rows: list[dict], s: Settings) -> Iterator[str]:
     low, high = KL
     if (value := _kl_of(row)) > high:
         yield f"KL to the start {value:.3f} > {high}: the policy has left its start; lower LR, or raise KL_COEF"
     # A step of CRITIC_WARMUP has no gradient of the policy, which stays at its start.
-    if _for_steps(KL_STEPS, row, before, lambda each: "actor/grad_norm" in each and abs(_kl_of(each)) < low):
+    if _for_steps(KL_STEPS, rows, lambda each: "actor/grad_norm" in each and abs(_kl_of(each)) < low):
         still = f"KL to the start below {low:g} for {KL_STEPS} steps: the policy hardly moves"
         yield f"{still}; raise LR, or lower KL_COEF={s.KL_COEF:g}"
 
 
-def _spike(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
-    norms = [each["actor/grad_norm"] for each in before[-BEFORE:] if each.get("actor/grad_norm", 0.0) > 0]
+def _spike(row: dict, rows: list[dict], s: Settings) -> Iterator[str]:
+    norms = [each["actor/grad_norm"] for each in rows[-BEFORE - 1 : -1] if each.get("actor/grad_norm", 0.0) > 0]
     value = row.get("actor/grad_norm", 0.0)
     if len(norms) >= SPIKE_STEPS and SPIKE * median(norms) < value < math.inf:
         times = f"{value / median(norms):.1f} times its median before"
         yield f"gradient norm {value:.3g}, {times}: an unstable step; lower LR, or raise TRAIN_BATCH_SIZE"
 
 
-def _mismatch(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
+def _mismatch(row: dict, rows: list[dict], s: Settings) -> Iterator[str]:
     key = "rollout_corr/k3_kl"
-    if _for_steps(MISMATCH_STEPS, row, before, lambda each: each.get(key, 0.0) > MISMATCH):
+    if _for_steps(MISMATCH_STEPS, rows, lambda each: each.get(key, 0.0) > MISMATCH):
         advice = {
             "none": "set ROLLOUT_CORRECTION=token",
             "token": "try ROLLOUT_CORRECTION=sequence",
@@ -215,7 +206,7 @@ def _mismatch(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
         )
 
 
-def _zero_variance(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
+def _zero_variance(row: dict, rows: list[dict], s: Settings) -> Iterator[str]:
     # GRPO's advantages are 0 in a group whose scores are all the same. A critic's are not, nor a teacher's.
     ends = [row.get(f"critic/advantages/{end}") for end in ("min", "max")]
     if s.METHOD in ("ppo", "distill") or s.ROLLOUT_N == 1 or ends != [0, 0]:
@@ -243,9 +234,9 @@ def _cuts(row: dict) -> dict[str, float]:
     return {end: row.get(f"episode/{cut_key(end)}", 0.0) for end in CUT}
 
 
-def _truncation(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
+def _truncation(row: dict, rows: list[dict], s: Settings) -> Iterator[str]:
     if "episode/turns" in row:
-        if _for_steps(TRUNCATION_STEPS, row, before, lambda each: sum(_cuts(each).values()) > TRUNCATED):
+        if _for_steps(TRUNCATION_STEPS, rows, lambda each: sum(_cuts(each).values()) > TRUNCATED):
             cuts = sorted(((share, end) for end, share in _cuts(row).items() if share), reverse=True)
             parts = ", ".join(f"{share:.0%} by {CUT[end]}={getattr(s, CUT[end])} ({end})" for share, end in cuts)
             yield f"episodes are cut off: {parts}; {remedy(cuts[0][1])}, or {_warm_up(s)}"
@@ -256,25 +247,25 @@ def _truncation(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
         longest = each.get("response_length/max", 0)
         return each.get("response_length/clip_ratio", 0.0) > TRUNCATED and longest >= s.MAX_RESPONSE_LENGTH
 
-    if _for_steps(TRUNCATION_STEPS, row, before, cut_off):
+    if _for_steps(TRUNCATION_STEPS, rows, cut_off):
         yield (
             f"{row['response_length/clip_ratio']:.0%} of the responses are cut off at MAX_RESPONSE_LENGTH="
             f"{s.MAX_RESPONSE_LENGTH}: too short, or the policy does not end; raise it, or {_warm_up(s)}"
         )
 
 
-def _failed(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
+def _failed(row: dict, rows: list[dict], s: Settings) -> Iterator[str]:
     if share := row.get("episode/failed", 0):
         why = "why is in the training's log; of a program, in programs-*.log beside it"
         yield f"{share:.1%} of the episodes failed, without a score of their program or environment; {why}"
 
 
-def _no_reward(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
+def _no_reward(row: dict, rows: list[dict], s: Settings) -> Iterator[str]:
     def none(each: dict) -> bool:
         low, high = (each.get(f"critic/score/{end}", math.nan) for end in ("min", "max"))
         return low == high and each.get("answers/right", float(high >= each["highest"])) < SOLVED
 
-    if s.METHOD != "distill" and _for_steps(REWARD_STEPS, row, before, none):
+    if s.METHOD != "distill" and _for_steps(REWARD_STEPS, rows, none):
         right = row.get("answers/right")
         said = "" if right is None else f", and {right:.1%} are right"
         cause = "the task is too hard for this start, or its answers are not recognised"
@@ -284,7 +275,7 @@ def _no_reward(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
         yield f"every sample scored {row['critic/score/max']:g} for {REWARD_STEPS} steps{said}: {way}"
 
 
-def _fall(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
+def _fall(row: dict, rows: list[dict], s: Settings) -> Iterator[str]:
     key = "critic/score/mean"
     best, worst = row["best"], row["lowest"]  # a score may be negative
     least = worst + FALL * (best - worst)
@@ -292,16 +283,15 @@ def _fall(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
         return
     luck = LUCK * math.sqrt(max(0.0, (best - worst) * (row["highest"] - best)) / s.TRAIN_BATCH_SIZE)
     least = min(least, best - luck)
-    if _for_steps(REWARD_STEPS, row, before, lambda each: each.get(key, best) < least):
+    if _for_steps(REWARD_STEPS, rows, lambda each: each.get(key, best) < least):
         where = f"{least:.3g}, the best ones had {best:.3g}"
         fell = f"reward {row[key]:.3g}, for {REWARD_STEPS} steps below {where}"
         yield f"{fell}: the policy has unlearned; lower LR or set LR_WARMUP=3, and start again"
 
 
-def _memory(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
-    rows = [*before[-MEMORY_STEPS:], row][-MEMORY_STEPS:]
+def _memory(row: dict, rows: list[dict], s: Settings) -> Iterator[str]:
     for what, (key, limit) in MEMORIES.items():
-        used = [each.get(f"actor/{key}", each.get(key)) for each in rows]
+        used = [each.get(f"actor/{key}", each.get(key)) for each in rows[-MEMORY_STEPS:]]
         if len(used) < MEMORY_STEPS or None in used or not all(map(math.isfinite, [*used, row.get(limit, math.nan)])):
             continue
         if len(set(used)) == 1 or correlation(range(MEMORY_STEPS), used) < STEADY:
@@ -321,8 +311,7 @@ def _ends(key: str, rows: list[dict]) -> tuple[float, float]:
     return tuple(mean(each.get(key, math.nan) for each in part) for part in (rows[:FIRST], rows[-FIRST:]))
 
 
-def _hollow(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
-    rows = [*before, row]
+def _hollow(row: dict, rows: list[dict], s: Settings) -> Iterator[str]:
     (first, last), (wrong, right) = (_ends(key, rows) for key in ("critic/score/mean", "answers/right"))
     # A right answer earns 1, or what the scores span where that is more. Where nearly all are right, few can become so.
     rise, more = (last - first) / (row["highest"] - row["lowest"]), right - wrong
@@ -335,7 +324,7 @@ def _hollow(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
         )
 
 
-def _short(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
+def _short(row: dict, rows: list[dict], s: Settings) -> Iterator[str]:
     def length(each: dict) -> float:  # an episode of fewer turns may think as much in each
         return each.get("response_length/mean", math.nan) / max(1.0, each.get("episode/turns", 1.0))
 
@@ -344,12 +333,11 @@ def _short(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
             return sum(_cuts(each).values())
         return each.get("response_length/clip_ratio", math.nan)
 
-    rows = [*before, row]
     first = mean(map(length, rows[:FIRST]))
     # Where many were cut off at the start, the policy has to learn to end. Where most are right, it gives up nothing.
     long = len(rows) >= 2 * FIRST and not mean(map(cut, rows[:FIRST])) > TRUNCATED
     long = long and row.get("answers/right", 0.0) < SURE
-    if long and _for_steps(FIRST, row, before, lambda each: length(each) < SHORT * first):
+    if long and _for_steps(FIRST, rows, lambda each: length(each) < SHORT * first):
         yield (
             f"{'turns' if 'episode/turns' in row else 'responses'} of {length(row):.0f} tokens in the mean, "
             f"{first:.0f} at the start: the policy no longer thinks, or gives up; look at the rollouts, run make "
@@ -357,20 +345,20 @@ def _short(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
         )
 
 
-def _alike(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
+def _alike(row: dict, rows: list[dict], s: Settings) -> Iterator[str]:
     key = "answers/alike"
-    if _for_steps(FIRST, row, before, lambda each: each.get(key, 0.0) > ALIKE):
+    if _for_steps(FIRST, rows, lambda each: each.get(key, 0.0) > ALIKE):
         yield (
             f"of {row[key]:.0%} of the prompts all samples are the same wrong response: nothing new is tried; start "
             "again from an earlier step with a lower LR or KL_COEF, or raise TEMPERATURE"
         )
 
 
-def _narrow(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
+def _narrow(row: dict, rows: list[dict], s: Settings) -> Iterator[str]:
     key = "actor/entropy"
-    first = _ends(key, [*before, row])[0]
+    first = _ends(key, rows)[0]
     unsure = row.get("answers/right", 1.0) < SURE
-    if unsure and _for_steps(FIRST, row, before, lambda each: each.get(key, first) < NARROW * first):
+    if unsure and _for_steps(FIRST, rows, lambda each: each.get(key, first) < NARROW * first):
         yield (
             f"entropy {row[key]:.3f}, {first:.3g} at the start, with {row['answers/right']:.1%} right: the samples of "
             "a prompt become alike, which leaves nothing to learn from; lower LR, set KL_COEF, or raise TEMPERATURE"

@@ -36,8 +36,8 @@ class Run:
     @classmethod
     def read(cls, folder: Path) -> "Run":
         """A folder that is not there is a run without record, checkpoints and metrics."""
-        made, launches = recorded(folder), len(list(folder.glob("metrics/*.jsonl")))
-        return cls(folder, made, _whole_steps(folder, made), read_metrics(folder, strict=False), launches)
+        launches = len(list(folder.glob("metrics/*.jsonl")))
+        return cls(folder, recorded(folder), _whole_steps(folder), read_metrics(folder, strict=False), launches)
 
     @property
     def settings(self) -> dict:
@@ -251,8 +251,8 @@ def _tracked(folder: Path) -> str:
         return ""
 
 
-def _whole_steps(folder: Path, made: dict) -> tuple[int, ...]:
-    """Steps of the whole checkpoints up to the one that the tracker file names, ascending; ``made``: the run's record.
+def _whole_steps(folder: Path) -> tuple[int, ...]:
+    """Steps of the whole checkpoints up to the one that the tracker file names, ascending.
 
     verl writes that file after the checkpoint, but not atomically: a kill or a full disk leaves it empty. If it names
     no whole checkpoint, all whole ones count.

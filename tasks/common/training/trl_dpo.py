@@ -312,7 +312,7 @@ def train(s: Settings, start: str, pairs: str, run_dir: Path, metrics: Path) -> 
     step = Run.read(run_dir).last
     trainer.train(resume_from_checkpoint=str(run_dir / f"checkpoints/global_step_{step}") if step else None)
     if abort.finding:
-        health.abort(run_dir, abort.finding)
+        health.abort(run_dir, f"ABORT_ON={abort.finding}")
 
 
 if __name__ == "__main__":

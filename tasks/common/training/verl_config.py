@@ -280,9 +280,8 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path, chosen: Pass | N
         "trainer.val_before_train=False",
         f"trainer.test_freq={s.TEST_FREQ or -1}",
     ]
-    own = [*stack(s.STACK).OVERRIDES, *stack(s.STACK).RL_OVERRIDES]
     chosen = chosen or parity.best(s)
-    own += [*_pass(chosen, POLICY), *_pass(chosen, "critic.model", head=False)]
+    own = [*stack(s.STACK).RL_OVERRIDES, *_pass(chosen, POLICY), *_pass(chosen, "critic.model", head=False)]
     own += getattr(stack(s.STACK), "rl_overrides", lambda s: [])(s)
     method_ = [*_truncated(s), *method(s.METHOD).overrides(s)]
     overrides = [*data, *model_, *actor, *_micro_batches(s), *rollout, *_reward(s), *trainer, *_ray(s)]
@@ -335,7 +334,7 @@ def sft_overrides(
         *_saved(s, "checkpoint"),
         "checkpoint.load_contents=[model,optimizer,extra]",
     ]
-    own = [f"engine.ulysses_sequence_parallel_size={s.SP}", *stack(s.STACK).OVERRIDES, *stack(s.STACK).SFT_OVERRIDES]
+    own = [f"engine.ulysses_sequence_parallel_size={s.SP}", *stack(s.STACK).SFT_OVERRIDES]
     own += _pass(chosen or parity.best(s), "model")
     return verl_versions.translated([*data, *model_, *optim, *trainer, *own], "sft_trainer_engine", s)
 

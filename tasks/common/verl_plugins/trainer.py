@@ -34,7 +34,7 @@ from verl_tasks.machine.memory import GIB
 from verl_tasks.rewards.answers import RewardError
 from verl_tasks.rewards.episode import turn_texts
 from verl_tasks.runs.checkpoint import FirstSave
-from verl_tasks.runs.health import NO_SIGNAL, abort, aborted_by, no_signal, stop_without_signal
+from verl_tasks.runs.health import NO_SIGNAL, WITHOUT, abort, aborted_by, no_signal
 from verl_tasks.runs.run import read_metrics
 from verl_tasks.settings import load_settings
 from verl_tasks.text import one_line
@@ -173,7 +173,7 @@ class CheckedTrainer(KeepBest):
         found = aborted_by(done, load_settings()) if self._complete[0] else None  # after a resume: not at once again
         if found:
             self._save_complete_step()
-            abort(run_dir, found)
+            abort(run_dir, f"ABORT_ON={found}")
 
     def on_step_end(self):
         self._complete = self.global_steps, copy.deepcopy(self.train_dataloader.state_dict())
@@ -290,7 +290,7 @@ class CheckedTrainer(KeepBest):
         cut = [any(of) if of else len(response) >= limit for of, response in zip(ends, responses, strict=True)]
         self._first = ()
         if reason := no_signal([*scores], [*groups], cut, load_settings()):
-            stop_without_signal(self.run_dir, f"{reason}; ANYWAY=1 trains all the same")
+            abort(self.run_dir, f"{reason}; ANYWAY=1 trains all the same", WITHOUT)
 
     def _compute_values(self, batch, metrics):
         return super()._compute_values(_tensors(batch), metrics)

@@ -21,7 +21,6 @@ SP_PROBLEM = "STACK=a100 (verl 0.6.1) has wrong labels where slices of a sequenc
 # verl reads this in every process.
 ENVIRONMENT = {"VERL_USE_EXTERNAL_MODULES": "verl_tasks.verl_plugins.verl_061.patches"}
 
-OVERRIDES: list[str] = []
 RL_OVERRIDES = [
     "+actor_rollout_ref.model.override_config.attn_implementation=flash_attention_2",
     "actor_rollout_ref.model.use_remove_padding=True",

@@ -68,10 +68,9 @@ PATHS = PADDED
 
 STORAGE_UNITS = 1
 
-# Hydra overrides for both trainers or one of them.
-OVERRIDES = ["trainer.device=cpu"]
 # entropy_checkpointing: an update that measures the entropy (verl_plugins/on_policy.py) keeps nothing for a gradient.
 RL_OVERRIDES = [
+    "trainer.device=cpu",
     "actor_rollout_ref.actor.strategy=fsdp2",
     "actor_rollout_ref.ref.strategy=fsdp2",
     "critic.strategy=fsdp2",
@@ -102,6 +101,7 @@ RL_OVERRIDES = [
     "data.dataloader_num_workers=0",
 ]
 SFT_OVERRIDES = [
+    "trainer.device=cpu",
     "engine.strategy=fsdp2",
     "engine.use_torch_compile=False",
     f"+engine.mixed_precision.param_dtype={DTYPE}",

@@ -40,7 +40,6 @@ LIGER = True
 
 STORAGE_UNITS = 8  # verl's default (trainer/config/transfer_queue)
 
-OVERRIDES: list[str] = []
 RL_OVERRIDES = [
     "actor_rollout_ref.model.fused_kernel_options.impl_backend=torch",
     "actor_rollout_ref.actor.strategy=fsdp2",
