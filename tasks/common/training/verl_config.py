@@ -216,10 +216,10 @@ def sent_environment(environment: dict[str, str]) -> list[str]:
     return [f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}={quoted(value)}" for name, value in sent]
 
 
-def rl_overrides(s: Settings, model: Path | str, run_dir: Path, chosen: Pass | None = None) -> list[str]:
+def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
     """Overrides for ``verl.trainer.main_ppo``: train ``model`` for s.STEPS steps, writing to ``run_dir``.
 
-    Where ``model`` is a LoRA adapter, it is trained on. ``chosen``: the pass (parity.py); None: the stack's best.
+    Where ``model`` is a LoRA adapter, it is trained on.
     """
     data = [
         f"data.train_files={quoted(s.train_file)}",
@@ -281,7 +281,7 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path, chosen: Pass | N
         f"trainer.test_freq={s.TEST_FREQ or -1}",
     ]
     own = [*stack(s.STACK).OVERRIDES, *stack(s.STACK).RL_OVERRIDES]
-    chosen = chosen or parity.best(s)
+    chosen = parity.decided(s)
     own += [*_pass(chosen, POLICY), *_pass(chosen, "critic.model", head=False)]
     own += getattr(stack(s.STACK), "rl_overrides", lambda s: [])(s)
     method_ = [*_truncated(s), *method(s.METHOD).overrides(s)]
@@ -310,11 +310,8 @@ def critic_overrides(s: Settings, model: str) -> list[str]:
     return [f"critic.model.path={quoted(whole_model(model))}"]
 
 
-def sft_overrides(
-    s: Settings, model: Path | str, run_dir: Path, demonstrations: Path, chosen: Pass | None = None
-) -> list[str]:
-    """Overrides for ``verl.trainer.sft_trainer``: the warm-up on a parquet file of demonstrations; ``chosen`` as of
-    ``rl_overrides``."""
+def sft_overrides(s: Settings, model: Path | str, run_dir: Path, demonstrations: Path) -> list[str]:
+    """Overrides for ``verl.trainer.sft_trainer``: the warm-up on a parquet file of demonstrations."""
     data = [
         f"data.train_files={quoted(demonstrations)}",
         f"data.custom_cls.path={quoted(PLUGINS / 'dataset.py')}",
@@ -336,7 +333,7 @@ def sft_overrides(
         "checkpoint.load_contents=[model,optimizer,extra]",
     ]
     own = [f"engine.ulysses_sequence_parallel_size={s.SP}", *stack(s.STACK).OVERRIDES, *stack(s.STACK).SFT_OVERRIDES]
-    own += _pass(chosen or parity.best(s), "model")
+    own += _pass(parity.decided(s), "model")
     return verl_versions.translated([*data, *model_, *optim, *trainer, *own], "sft_trainer_engine", s)
 
 
@@ -374,7 +371,7 @@ def compose(config_name: str, overrides: list[str], package: Path | None = None,
 
 def rl_config(s: Settings, arguments: Sequence[str] = ()):
     """verl's config of an RL training from MODEL, checked. Raises SettingsError."""
-    overrides = rl_overrides(s, s.MODEL, s.runs_dir, parity.decided(s))
+    overrides = rl_overrides(s, s.MODEL, s.runs_dir)
     config = compose("ppo_trainer", overrides, arguments=arguments)
     verl_checks.check_composed(config)
     for problem in _another_model(s, config.actor_rollout_ref.model):
