@@ -1,6 +1,6 @@
-"""How verl 0.9.1 loads a critic (utils/model.py:641, load_valuehead_model). Test: tests/test_reward_model.py trains one.
+"""How verl 0.9.1 loads a critic (utils/model.py, load_valuehead_model). Test: tests/test_reward_model.py trains one.
 
-It asks for flash_attention_2, installed or not, whatever the config says. And it takes a class from trl, as
+It asks for flash_attention_2 (:649), installed or not, whatever the config says. And it takes a class from trl, as
 models/transformers/monkey_patch.py:352 does, that trl 1 has no more.
 """
 
