@@ -27,9 +27,6 @@ from verl_tasks.text import one_line
 
 PROGRAM = "verl_tasks.verl_plugins.parity"
 SECONDS = 300  # it takes 20
-SOURCES = ("verl_plugins/parity.py", "verl_plugins/head.py", "models/small.py", "verl_plugins/varlen_attention.py")
-SOURCES += ("verl_plugins/interpreted.py", "verl_plugins/reference_attention.py", "verl_plugins/varlen_once.py")
-SOURCES += ("verl_plugins/prompts_once.py", "verl_plugins/prompts.py")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # how many, as families name it
 PACKAGES = ("verl", "transformers", "torch", "triton", "liger-kernel")
 # On a CPU, whatever stack is played.
@@ -126,8 +123,8 @@ def _experts(config: dict) -> int:
 @functools.cache
 def _code() -> list:
     """What else a result depends on: our own code, and the packages."""
-    own = [(PACKAGE / name).read_text() for name in SOURCES]
-    return own + [installed(name) for name in PACKAGES]
+    own = [PACKAGE / "models/small.py", *sorted((PACKAGE / "verl_plugins").glob("*.py"))]
+    return [file.read_text() for file in own] + [installed(name) for name in PACKAGES]
 
 
 def _file(s: Settings, config: dict) -> Path:
