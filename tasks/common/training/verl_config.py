@@ -31,7 +31,6 @@ POLICY = "actor_rollout_ref.model"
 ENGINES = ("actor", "ref", "critic", "engine", "optim")  # groups of verl's config with a file for each engine
 
 # No outputs/ folder of hydra's own; what it would log is in our log file.
-VERLS_WORKERS = 8  # agent loops and rewards, each (verl/trainer/config)
 HYDRA = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
 
 # ROLLOUT_CORRECTION: the log-probs of engine and trainer differ, so the samples are another policy's. `token` weights
@@ -268,7 +267,7 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
     rollout += CORRECTIONS[s.ROLLOUT_CORRECTION]
     rollout += [f"actor_rollout_ref.rollout.quantization={s.ROLLOUT_DTYPE}"] if s.ROLLOUT_DTYPE != "same" else []
     if sharing := os.environ.get("SHARED_GPU"):  # by launch/experiments.py; each worker imports verl: 0.7 GB
-        workers = verl_versions.workers(s, max(1, VERLS_WORKERS // int(sharing)))
+        workers = verl_versions.workers(s, max(1, verl_versions.VERLS_WORKERS // int(sharing)))
         rollout += [f"actor_rollout_ref.rollout.agent.num_workers={workers}", f"reward.num_workers={workers}"]
     trainer = [
         *_trainer(s, run_dir, s.STEPS, s.SAVE_FREQ),
