@@ -9,7 +9,6 @@ import functools
 import os
 import time
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -124,8 +123,7 @@ class CheckedTrainer(KeepBest):
     _on_policy = False  # this step skips the pass for the old log-probs
     _complete = 0, None  # the last step that this process trained, and the state of its data then
     _saved = 0
-    _sampled: list["Sample"] | None = None  # the responses of this step, where they were looked at before its metrics
-    _first: tuple["Sample", ...] = ()  # those of the first steps, until there are NO_SIGNAL
+    _first: tuple["Sample", ...] = ()  # the responses of the first steps, until there are NO_SIGNAL
     _told = None  # of each episode of this step, by verl's key: its scores, and what was said
 
     @functools.cached_property
@@ -167,13 +165,12 @@ class CheckedTrainer(KeepBest):
         verl skips an optimizer step with a gradient that is not finite (fsdp/transformer_impl.py, optimizer_step), so
         the saved weights are those before it.
         """
-        run_dir = Path(os.environ["VERL_FILE_LOGGER_PATH"]).parents[1]
-        metrics = read_metrics(run_dir, strict=False)
+        metrics = read_metrics(self.run_dir, strict=False)
         done = {step: row for step, row in metrics.items() if step < self.global_steps}
         found = aborted_by(done, load_settings()) if self._complete[0] else None  # after a resume: not at once again
         if found:
             self._save_complete_step()
-            abort(run_dir, found)
+            abort(self.run_dir, found)
 
     def on_step_end(self):
         self._complete = self.global_steps, copy.deepcopy(self.train_dataloader.state_dict())
@@ -189,10 +186,9 @@ class CheckedTrainer(KeepBest):
     def _compute_metrics(self, batch, metrics, timing_raw, global_steps, epoch):
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
         try:
-            metrics.update(self._answers(self._sampled or _samples(batch)))
+            metrics.update(self._answers(_samples(batch)))
         except Exception as error:  # the training needs none of them
             print(f"the answers of step {global_steps} are not told: {one_line(str(error), 300)}", flush=True)
-        self._sampled = None
 
     def _answers(self, samples: list["Sample"]) -> dict[str, float]:
         """What a step's responses were worth, and in a multi-turn task how its episodes went."""
@@ -280,9 +276,8 @@ class CheckedTrainer(KeepBest):
 
     def _check_signal(self, batch) -> None:
         """End, by NO_SIGNAL samples of the first steps, where the warm-up gives RL nothing to learn from."""
-        sampled, limit = _samples(batch), self.config.data.max_response_length
-        self._sampled = sampled if self.parameter_sync_step == 1 else None
-        self._first += tuple(each for each in sampled if {"acc", "score"} <= each.reward.keys())
+        limit = self.config.data.max_response_length
+        self._first += tuple(each for each in _samples(batch) if {"acc", "score"} <= each.reward.keys())
         if len(self._first) < NO_SIGNAL:
             return
         groups, responses, scores, _ = zip(*self._first, strict=True)
