@@ -9,6 +9,7 @@ import functools
 import os
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -34,12 +35,11 @@ from verl_tasks.rewards.answers import RewardError
 from verl_tasks.rewards.episode import turn_texts
 from verl_tasks.runs.checkpoint import FirstSave
 from verl_tasks.runs.health import NO_SIGNAL, abort, aborted_by, no_signal, stop_without_signal
-from verl_tasks.runs.run import read_metrics
+from verl_tasks.runs.run import ends_run, prune, read_metrics
 from verl_tasks.settings import load_settings
 from verl_tasks.text import one_line
 from verl_tasks.verl_plugins import answers, on_policy, one_update, zero_advantage
 from verl_tasks.verl_plugins.expect import expect
-from verl_tasks.verl_plugins.keep_best import KeepBest
 from verl_tasks.verl_plugins.staleness import VERSIONS
 
 # verl marks a prompt whose reward raised as failed, and trains on padding instead.
@@ -50,6 +50,13 @@ expect(PPOTrainer._log_rollout_data, 'reward_extra_infos_dict = {"uid": [batch.k
 expect(PPOTrainer._write_generations, 'filename = os.path.join(dump_path, f"{global_steps}.jsonl")')
 expect(PPOTrainer._compute_metrics, "moe_lb_metrics_interval", "global_steps")
 expect(PPOTrainer._setup, "partial(value_loss, config=critic_cfg)")
+# verl keeps the newest checkpoints (max_actor_ckpt_to_keep), and ignores the validations.
+expect(
+    PPOTrainer.fit,
+    "self.on_step_end()",
+    "val_metrics: dict = self._validate()",
+    "and self.global_steps <= self.total_training_steps:",
+)
 expect(ReplayBuffer.sample, "self._sync_metadata_from_transfer_queue()")
 expect(ReplayBuffer._sync_metadata_from_transfer_queue, "self.failure_keys[partition_id].add(key)")
 
@@ -111,10 +118,11 @@ class GroupFailed(RuntimeError):
     """A prompt has no samples or no rewards; ``run_agent_loop`` has told the reason."""
 
 
-class CheckedTrainer(KeepBest):
+class CheckedTrainer(PPOTrainer):
     """It saves a checkpoint and ends when a reward fails.
 
-    It learns nothing from such a step: the same command repeats it.
+    It learns nothing from such a step: the same command repeats it. A validated step is saved too; the best ones stay,
+    and PATIENCE ends the run.
     """
 
     MODE = "sync"  # of verl's trainer
@@ -125,6 +133,10 @@ class CheckedTrainer(KeepBest):
     _saved = 0
     _first: tuple["Sample", ...] = ()  # the responses of the first steps, until there are NO_SIGNAL
     _told = None  # of each episode of this step, by verl's key: its scores, and what was said
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.config.trainer.default_local_dir).parent
 
     @functools.cached_property
     def _first_save(self) -> FirstSave:
@@ -174,14 +186,23 @@ class CheckedTrainer(KeepBest):
 
     def on_step_end(self):
         self._complete = self.global_steps, copy.deepcopy(self.train_dataloader.state_dict())
-        if self._first_save.due() and self._saved != self.global_steps:
+        every = self.config.trainer.test_freq
+        validates = every > 0 and self.global_steps % every == 0
+        if (validates or self._first_save.due()) and self._saved != self.global_steps:
             with marked_timer("save_checkpoint", self.timing_raw, color="green"):
-                self._save_checkpoint()
+                self._save_checkpoint()  # here as where verl saves, the engine sleeps
         super().on_step_end()
 
     def _save_checkpoint(self):
         super()._save_checkpoint()
+        prune(self.run_dir, int(os.environ["KEEP"]))
         self._saved, self._first_save.saved = self.global_steps, True
+
+    def _validate(self):
+        found = super()._validate()
+        if ends_run(self.run_dir, self.global_steps, found, int(os.environ["PATIENCE"])):
+            self.total_training_steps = self.global_steps  # verl's loop ends when this step is logged
+        return found
 
     def _compute_metrics(self, batch, metrics, timing_raw, global_steps, epoch):
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
