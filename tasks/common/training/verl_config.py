@@ -304,9 +304,8 @@ def _pass(chosen: Pass | None, model: str, head: bool = True) -> list[str]:
 
 def critic_overrides(s: Settings, model: str) -> list[str]:
     """Where ``model`` is an adapter: a critic begins as the policy, not as its base. Merges the adapter."""
-    if not is_adapter(Path(model)) or not any("critic.model.path=" in each for each in method(s.METHOD).overrides(s)):
-        return []
-    return [f"critic.model.path={quoted(whole_model(model))}"]
+    continues = s.METHOD == "ppo" and is_adapter(Path(model))
+    return [f"critic.model.path={quoted(whole_model(model))}"] if continues else []
 
 
 def sft_overrides(s: Settings, model: Path | str, run_dir: Path, demonstrations: Path) -> list[str]:
