@@ -102,7 +102,7 @@ class Packages:
             if any(ast.unparse(word).startswith("hydra.main") for word in node.decorator_list):
                 return None  # hydra gives it its config
             method = "." in name and isinstance((self.find(name.rpartition(".")[0]) or (0, 0))[1], ast.ClassDef)
-            static = any(ast.unparse(word) == "staticmethod" for word in node.decorator_list)
+            static = _is_static(node)
             first = next(iter([*node.args.posonlyargs, *node.args.args]), None)
             bound = method and not static and first is not None and first.arg in ("self", "cls")
             return _of_function(node, skip=bound)
@@ -137,6 +137,10 @@ def _statements(body: list[ast.stmt]):
         yield item
         for part in ("body", "orelse", "handlers", "finalbody") if isinstance(item, ast.If | ast.Try) else ():
             yield from _statements([b for h in getattr(item, part, []) for b in getattr(h, "body", [h])])
+
+
+def _is_static(node: ast.FunctionDef) -> bool:
+    return any(ast.unparse(word) == "staticmethod" for word in node.decorator_list)
 
 
 def _of_function(node: ast.FunctionDef, skip: bool) -> inspect.Signature:
@@ -245,7 +249,7 @@ def _check_class(node: ast.ClassDef, base: str, alone: bool, packages: Packages,
         if not isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         if (signature := packages.signature(f"{base}.{item.name}")) and item.name != "__init__":
-            ours = _of_function(item, skip=True).parameters.values()
+            ours = _of_function(item, skip=not _is_static(item)).parameters.values()
             kinds = {p.kind for p in ours}
             if not {P.VAR_POSITIONAL, P.VAR_KEYWORD} & kinds:
                 missing = set(signature.parameters) - {p.name for p in ours}

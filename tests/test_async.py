@@ -138,7 +138,7 @@ def test_prompts_that_failed_are_sampled_again_after_a_resume(monkeypatch):
 @pytest.mark.parametrize("broken", ["prompts", "weights", ""])
 def test_a_checkpoint_that_is_whole_has_its_prompts_under_way(tmp_path, monkeypatch, broken):
     """verl writes them last. A first checkpoint without them was not resumed from, though its weights were there."""
-    from verl_tasks.verl_plugins import async_trainer, keep_best
+    from verl_tasks.verl_plugins import async_trainer
 
     def full(*args, **kwargs):
         raise OSError(28, "full")
@@ -154,7 +154,7 @@ def test_a_checkpoint_that_is_whole_has_its_prompts_under_way(tmp_path, monkeypa
     trainer.actor_rollout_wg, trainer.use_critic, trainer.global_steps = workers, False, 2
     trainer.train_dataloader, trainer.checkpoint_callback = mock.Mock(state_dict=dict), mock.Mock()
     monkeypatch.setattr(async_trainer.tq, "save_checkpoint", full if broken == "prompts" else prompts)
-    monkeypatch.setattr(keep_best, "prune", lambda *args: None)
+    monkeypatch.setattr("verl_tasks.verl_plugins.trainer.prune", lambda *args: None)
     monkeypatch.setenv("KEEP", "1")
     with pytest.raises(OSError, match="full") if broken else nullcontext():
         trainer._save_checkpoint()

@@ -154,12 +154,12 @@ def test_a_demonstration_learns_its_answer_alone(tmp_path, tokenizer):
     write_parquet([sft_row(CHAT, answer, TOOLS)], tmp_path / "x.parquet", sft_schema(tools=True))
     prompt, response = prompt_ids(tokenizer, CHAT, TOOLS), answer_ids(tokenizer, answer)
     limit = len(prompt) + len(response)
-    rows = Demonstrations(str(tmp_path / "x.parquet"), tokenizer, {"max_length": limit})
+    rows = Demonstrations(str(tmp_path / "x.parquet"), tokenizer, {"max_length": limit, "train_batch_size": 1})
     assert len(rows) == 1
     assert rows[0]["input_ids"].tolist() == prompt + response
     assert tokenizer.decode(rows[0]["input_ids"][rows[0]["loss_mask"] == 1]) == answer + "<|im_end|>"
     with pytest.raises(ValueError, match="only 0 of 1 demonstrations fit"):
-        Demonstrations(str(tmp_path / "x.parquet"), tokenizer, {"max_length": limit - 1})
+        Demonstrations(str(tmp_path / "x.parquet"), tokenizer, {"max_length": limit - 1, "train_batch_size": 1})
 
 
 @pytest.mark.parametrize(

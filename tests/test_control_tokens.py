@@ -212,7 +212,7 @@ def test_the_warm_up_learns_what_certify_plays(tokenizer, tmp_path):
     said = "".join(controls(tokenizer))
     shown = [{"role": "assistant", "content": f"calculator{said}"}, tool_message(said), LAST]
     write_parquet([sft_row(chat(said), shown, tools(said))] * 2, tmp_path / "x.parquet", sft_schema(True, True))
-    learned = Demonstrations(str(tmp_path / "x.parquet"), tokenizer, {"max_length": 9999})[0]
+    learned = Demonstrations(str(tmp_path / "x.parquet"), tokenizer, {"max_length": 9999, "train_batch_size": 1})[0]
     own = certify.Chat("one", [*chat(said), *shown], 1, tools(said))
     assert learned["input_ids"].tolist() == own.ids(tokenizer)[0]
     assert certify.template(tokenizer, [own]).state == "ok"

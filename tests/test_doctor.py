@@ -424,8 +424,8 @@ def test_the_gpus_of_all_trainings_at_a_time_are_checked(used, state, small_mode
 
 def test_doctor_says_what_a_training_would_refuse(monkeypatch):
     for changes, arguments, said in (
-        ({"METHOD": "rloo", "ROLLOUT_N": "1"}, [], "ROLLOUT_N=1: METHOD=rloo needs other samples of a prompt"),
-        ({"ROLLOUT_N": "1"}, [], "ROLLOUT_N=1: GRPO's advantages"),
+        ({"METHOD": "rloo", "ROLLOUT_N": "1"}, [], "ROLLOUT_N=1: METHOD compares the samples"),
+        ({"ROLLOUT_N": "1"}, [], "ROLLOUT_N=1: METHOD compares the samples"),
         ({"METHOD": "distill"}, [], "TEACHER is empty"),
         ({"METHOD": "dpo"}, ["x"], "ARGS=x: are verl's; METHOD=dpo trains with TRL"),
         ({"LOGGER": "nosuch"}, [], "LOGGER=nosuch: verl has no logger nosuch"),

@@ -35,8 +35,8 @@ def settings(tmp_path, monkeypatch):
 
 def test_a_warm_up_a_round_of_rl_and_one_of_dpo_are_planned_alike(settings):
     run, data = Run.read(settings.runs_dir / "mine"), Path("/data/rows.parquet")
-    sft = sft_plan(settings, run, "some/model", data, None)
-    rl = rl_plan(settings, run, "some/model", None, ["trainer.total_epochs=3"])
+    sft = sft_plan(settings, run, "some/model", data)
+    rl = rl_plan(settings, run, "some/model", ["trainer.total_epochs=3"])
     dpo = pairs_plan(replace(settings, METHOD="dpo"), run, "some/model", data)
     assert [plan.steps for plan in (sft, rl, dpo)] == [settings.SFT_STEPS, settings.STEPS, settings.STEPS]
     assert [plan.log.name for plan in (sft, rl, dpo)] == ["sft-000.log", "grpo-000.log", "dpo-000.log"]
@@ -52,18 +52,18 @@ def test_a_warm_up_a_round_of_rl_and_one_of_dpo_are_planned_alike(settings):
 
 def test_each_round_has_a_seed_of_its_own_and_the_data_keep_theirs(settings):
     s, run = replace(settings, SEED=5, TRAIN_SEED=7), Run.read(settings.runs_dir / "x")
-    rl = rl_plan(s, run, "some/model", None, number=3)
+    rl = rl_plan(s, run, "some/model", number=3)
     dpo = pairs_plan(replace(s, METHOD="dpo"), run, "some/model", Path("/pairs.parquet"), number=3)
     for plan in (rl, dpo):
         assert plan.environment["SEED"] == "9"  # what the trainer's processes read
         assert (plan.settings.SEED, plan.settings.TRAIN_SEED) == (5, 9)  # what the record says
     assert rl.config["data"]["seed"] == 9
-    sft = sft_plan(s, run, "some/model", Path("/rows.parquet"), None)  # the warm-up is of the data
+    sft = sft_plan(s, run, "some/model", Path("/rows.parquet"))  # the warm-up is of the data
     assert sft.settings == s and sft.environment["SEED"] == "5"
 
 
 def test_a_launch_after_others_goes_on_from_the_last_checkpoint(settings):
-    plan = rl_plan(settings, Run.read(make_run(settings, "mine", steps=(2, 4))), "some/model", None)
+    plan = rl_plan(settings, Run.read(make_run(settings, "mine", steps=(2, 4))), "some/model")
     assert plan.run.last == 4 and (plan.metrics.name, plan.log.name) == ("001.jsonl", "grpo-001.log")
     assert "# resumes from step: 4" in plan.comments().splitlines()
     odd = replace(plan, start="a\nb").comments()
@@ -72,7 +72,7 @@ def test_a_launch_after_others_goes_on_from_the_last_checkpoint(settings):
 
 def test_verls_processes_learn_what_verl_has_no_key_for(settings):
     s, run = replace(settings, KEEP=3, PATIENCE=2), Run.read(settings.runs_dir / "mine")
-    plan = rl_plan(s, run, "some/model", None)
+    plan = rl_plan(s, run, "some/model")
     assert (plan.environment["KEEP"], plan.environment["PATIENCE"]) == ("3", "2")
     by_pairs = replace(s, METHOD="dpo", STEPS=6)
     assert pairs_plan(by_pairs, run, "some/model", Path("/p")).environment.items() >= exported(by_pairs).items()
@@ -118,7 +118,7 @@ def test_rounds_are_trained_as_planned_skipped_when_done_and_continued_with_more
 @pytest.mark.parametrize("steps", [(), (2, 4)])
 def test_a_stop_says_where_the_same_command_goes_on(settings, monkeypatch, steps):
     run_dir = make_run(settings, "mine", steps=steps) if steps else settings.runs_dir / "mine"
-    plan = rl_plan(settings, Run.read(run_dir), "some/model", None)
+    plan = rl_plan(settings, Run.read(run_dir), "some/model")
     goes_on = "continues from the checkpoint of step 4" if steps else "begins at step 1, as there is no checkpoint yet"
 
     def run(*_, **__):
@@ -131,7 +131,7 @@ def test_a_stop_says_where_the_same_command_goes_on(settings, monkeypatch, steps
 
 
 def test_a_warm_up_without_signal_ends_before_rl_and_all_asks_on_a_terminal(settings, monkeypatch, capsys):
-    plan = rl_plan(settings, Run.read(settings.runs_dir / "mine"), "some/model", None, anyway=False)
+    plan = rl_plan(settings, Run.read(settings.runs_dir / "mine"), "some/model", anyway=False)
     assert plan.environment["ANYWAY"] == "0"
 
     def run(*_, **__):

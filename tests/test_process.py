@@ -301,7 +301,7 @@ def shown(plan) -> Progress:
 
 
 def test_the_bar_shows_a_step_that_logged_a_validation_alone(settings, tmp_path):
-    plan = rl_plan(settings, Run.read(tmp_path / "run"), "some/model", None)
+    plan = rl_plan(settings, Run.read(tmp_path / "run"), "some/model")
     validation = json.dumps({"step": 2, "data": row(0.5)}).replace('"critic/score/mean": 9.0', '"x": 1')
     logged(tmp_path / "run", validation)
     assert shown(plan) == Progress(2, " reward -, dev 0.500")
@@ -350,7 +350,7 @@ def test_the_next_command_continues_the_run(changes, said, settings, tmp_path, c
 @pytest.mark.parametrize("damaged", DAMAGED, ids=range(len(DAMAGED)))
 def test_a_damaged_line_ends_a_report_and_no_training(damaged, settings, tmp_path):
     run_dir = tmp_path / "run"
-    plan = rl_plan(settings, Run.read(run_dir), "some/model", None)
+    plan = rl_plan(settings, Run.read(run_dir), "some/model")
     write_whole(run_dir, [1, 2, 3, 4])
     scores = [json.dumps({"step": step, "data": row(acc)}) for step, acc in ((1, 0.1), (3, 0.9), (4, 0.2))]
     logged(run_dir, scores[0], damaged, *scores[1:])

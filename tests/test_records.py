@@ -85,7 +85,7 @@ Path(os.environ["VERL_FILE_LOGGER_PATH"]).write_text('{"step": 1, "data": {"crit
 write_checkpoint(run / "checkpoints/global_step_1")
 (run / "checkpoints/latest_checkpointed_iteration.txt").write_text("1")
 """
-    plan = rl_plan(replace(settings, STEPS=1), Run.read(run_dir), "some/model", None)
+    plan = rl_plan(replace(settings, STEPS=1), Run.read(run_dir), "some/model")
     command = [sys.executable, "-c", trainer, str(run_dir), *plan.command]
     assert not run_dir.exists()  # a plan writes nothing
     train.execute(replace(plan, command=command))
@@ -496,7 +496,7 @@ def test_nan_in_the_metrics_breaks_nothing(settings):
     run_dir = make_run(settings, metrics={10: {"critic/score/mean": None}}, steps=(10,))
     assert str(read_metrics(run_dir)[10]["critic/score/mean"]) == "nan" and "nan" in overview.table()
     assert Run.read(run_dir).step("best") == 10
-    plan = rl_plan(settings, Run.read(run_dir), "some/model", None)
+    plan = rl_plan(settings, Run.read(run_dir), "some/model")
     with pytest.raises(StageFailed):
         train.execute(replace(plan, command=["false"], steps=11, shown=("a", "b")))
 

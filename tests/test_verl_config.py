@@ -218,8 +218,8 @@ BYPASS = "algorithm.rollout_correction.bypass_mode"
 @pytest.mark.parametrize(
     ("name", "argument", "said"),
     [
-        *((name, "actor_rollout_ref.rollout.n=1", "ROLLOUT_N=1: GRPO's advantages") for name in GROUPS),
-        ("rloo", "actor_rollout_ref.rollout.n=1", "ROLLOUT_N=1: METHOD=rloo needs"),
+        *((name, "actor_rollout_ref.rollout.n=1", "ROLLOUT_N=1: METHOD compares the samples") for name in GROUPS),
+        ("rloo", "actor_rollout_ref.rollout.n=1", "ROLLOUT_N=1: METHOD compares the samples"),
         ("dapo", "reward.reward_model.enable=True", "METHOD=dapo: drops groups by the task's reward"),
         ("egpo", f"{BYPASS}=True", f"{BYPASS}=True: skips the pass"),
         ("distill", "actor_rollout_ref.rollout.temperature=0.9", "TEMPERATURE=0.9: METHOD=distill"),

@@ -40,14 +40,17 @@ def trainer(module, monkeypatch):
     monkeypatch.setattr(module, "LOG_SECONDS", 0)
     trainer = object.__new__(module.TaskTrainer)
     reward = SimpleNamespace(reward_model=SimpleNamespace(model_path=MODEL))
-    trainer.config = SimpleNamespace(reward=reward, trainer=SimpleNamespace(test_freq=-1))
+    own = SimpleNamespace(test_freq=-1, default_local_dir="run/checkpoints")
+    trainer.config = SimpleNamespace(reward=reward, trainer=own)
     trainer.checkpoint_manager, trainer.local_trigger_step = mock.Mock(), 0
     trainer.saved, trainer.timing_raw = [], {}
 
     def save(self):
         self.saved.append((self.global_steps, self.train_dataloader.state_dict()))
 
-    monkeypatch.setattr(module.KeepBest, "_save_checkpoint", save)
+    monkeypatch.setattr(module.PPOTrainerSync, "_save_checkpoint", save)
+    monkeypatch.setattr(module, "prune", lambda *_: None)
+    monkeypatch.setenv("KEEP", "1")
     data = {"taken": 0}
     trainer.train_dataloader = SimpleNamespace(state_dict=lambda: data)
     for trainer.global_steps in (1, 2, 3):
@@ -61,7 +64,7 @@ def trainer(module, monkeypatch):
 def buffer_of(trainer, module, monkeypatch, **statuses: str):
     """The trainer's replay buffer where TransferQueue has prompts with ``statuses``."""
     built = module.ReplayBuffer("sync", None, None, "drop", {}, poll_interval=0.01)
-    monkeypatch.setattr(module.KeepBest, "_build_replay_buffer", lambda self: built)
+    monkeypatch.setattr(module.PPOTrainerSync, "_build_replay_buffer", lambda self: built)
     items = {name: {"is_prompt": True, "status": status, "global_steps": 4} for name, status in statuses.items()}
     items |= {f"{name}_0_0": {"seq_len": 3} for name, status in statuses.items() if status == "finished"}
     tq = SimpleNamespace(kv_list=lambda: {"train": items}, kv_clear=mock.Mock())
@@ -98,7 +101,7 @@ def test_a_launch_saves_within_five_minutes_of_its_first_step(trainer, module, m
     clock = iter(range(0, 10**6, 70))
     monkeypatch.setattr(checkpoint.time, "monotonic", lambda: next(clock))  # of a step's beginning, of its end
     trainer._saved, written = 0, len(trainer.saved)
-    monkeypatch.setattr(module.KeepBest, "on_step_begin", lambda self: None)
+    monkeypatch.setattr(module.PPOTrainerSync, "on_step_begin", lambda self: None)
     trainer.__dict__.pop("_first_save")
     for trainer.global_steps in range(1, 7):
         trainer.on_step_begin()
@@ -149,7 +152,7 @@ def test_a_step_that_is_half_trained_is_not_saved_as_the_one_before(trainer, mod
         buffer.sample(global_steps=4, partition_id="train", batch_size=1)
     assert trainer.saved == []
     # Before the next step draws, and in a validation of the last, the weights are those of a whole step.
-    monkeypatch.setattr(module.KeepBest, "on_step_begin", lambda self: None)
+    monkeypatch.setattr(module.PPOTrainerSync, "on_step_begin", lambda self: None)
     trainer.on_step_begin()
     trainer._save_complete_step()
     assert trainer.saved == [(3, {"taken": 3})]
@@ -175,7 +178,7 @@ def reward_of(trainer, module, monkeypatch, scores):
         return batch
 
     rm_scores = SimpleNamespace(values=lambda: torch.tensor(scores))
-    monkeypatch.setattr(module.KeepBest, "_compute_reward_colocate", compute)
+    monkeypatch.setattr(module.PPOTrainerSync, "_compute_reward_colocate", compute)
     monkeypatch.setattr(module.tq, "kv_batch_get", lambda **_: {"rm_scores": rm_scores}, raising=False)
     batch = SimpleNamespace(keys=["a"], partition_id="train")
     return trainer._compute_reward_colocate(batch, metrics={}) is batch
@@ -306,7 +309,7 @@ def stack(values: list) -> NonTensorStack:
 
 def step_of(module, monkeypatch, **fields):
     """The trainer's metrics of a step whose TransferQueue has ``fields``; the last row is padding."""
-    monkeypatch.setattr(module.KeepBest, "_compute_metrics", lambda self, batch, metrics, *_, **__: None)
+    monkeypatch.setattr(module.PPOTrainerSync, "_compute_metrics", lambda self, batch, metrics, *_, **__: None)
     monkeypatch.setattr(module.tq, "kv_batch_get", lambda **_: TensorDict(fields, batch_size=len(fields["uid"])))
     batch = SimpleNamespace(keys=["a", "b", "c"], partition_id="train", tags=[{}, {}, {"is_padding": True}])
     trainer = object.__new__(module.TaskTrainer)
@@ -372,7 +375,7 @@ def test_a_warm_up_without_a_right_answer_ends_before_the_first_update(sampled, 
 
 def test_small_steps_are_looked_at_together(sampled, module, monkeypatch):
     trainer, batch = sampled([WRONG] * 32)
-    monkeypatch.setattr(module.KeepBest, "_compute_advantage", lambda *_: batch)
+    monkeypatch.setattr(module.PPOTrainerSync, "_compute_advantage", lambda *_: batch)
     monkeypatch.setattr(module.tq, "kv_batch_get", _with_masks(module.tq.kv_batch_get))
     trainer._compute_advantage(batch, {})
     trainer.global_steps = 2
@@ -385,7 +388,7 @@ def test_small_steps_are_looked_at_together(sampled, module, monkeypatch):
 def test_a_right_answer_or_anyway_trains(sampled, module, monkeypatch, right, anyway):
     trainer, batch = sampled([WRONG] * (64 - right) + [{"score": 1.0, "acc": 1.0}] * right, anyway)
     went_on = mock.Mock(side_effect=StopIteration)
-    monkeypatch.setattr(module.KeepBest, "_compute_advantage", went_on)
+    monkeypatch.setattr(module.PPOTrainerSync, "_compute_advantage", went_on)
     monkeypatch.setattr(module.tq, "kv_batch_get", _with_masks(module.tq.kv_batch_get))
     with pytest.raises((StopIteration, RuntimeError)):
         trainer._compute_advantage(batch, {})
@@ -402,7 +405,7 @@ def test_the_turns_and_cuts_of_a_steps_episodes_are_metrics(sampled, module, mon
     cuts = dict.fromkeys(("cut_length", "cut_turn_length", "cut_observation", "cut_turns", "timeout"), 0.0)
     own = {"turns": 3.0, "tool_errors": 0.0, "failed": 0.0, **cuts}
     trainer, batch = sampled([WRONG | own, WRONG | own | {"turns": 5.0, "cut_turns": 1.0}])
-    monkeypatch.setattr(module.KeepBest, "_compute_metrics", lambda *_, **__: None)
+    monkeypatch.setattr(module.PPOTrainerSync, "_compute_metrics", lambda *_, **__: None)
     trainer._compute_metrics(batch, metrics := {}, {}, 1, 0)
     assert (metrics["episode/turns"], metrics["episode/cut_turns"], metrics["episode/cut_length"]) == (4.0, 0.5, 0.0)
 

@@ -28,7 +28,7 @@ _REPEATED = re.compile(r"cannot be scheduled|autoscaler|infeasible|insufficient 
 _last_beat = 0.0
 
 
-def _folder() -> Path | None:
+def launch_folder() -> Path | None:
     """The launch's folder; None outside a launch, and on another node of a cluster."""
     folder = os.environ.get(LAUNCH)
     return Path(folder) if folder and os.path.isdir(folder) else None
@@ -38,7 +38,7 @@ def beat() -> None:
     """Say that this process got on: called for new tokens and for a finished micro-batch."""
     global _last_beat
     now = time.monotonic()
-    if now - _last_beat > BEAT_SECONDS and (folder := _folder()):
+    if now - _last_beat > BEAT_SECONDS and (folder := launch_folder()):
         _last_beat = now
         with contextlib.suppress(OSError):  # a full disk must not end a training
             (folder / BEAT).touch()
@@ -46,21 +46,21 @@ def beat() -> None:
 
 def waits_for(what: str, source: str = "trainer") -> None:
     """Say what this process waits for; an empty text: nothing any more."""
-    if folder := _folder():
+    if folder := launch_folder():
         with contextlib.suppress(OSError):
             (folder / f"{WAITS}-{source}").write_text(what)
 
 
 def failed(error: BaseException) -> None:
     """Say that ``error`` ends the training; the first one counts."""
-    if folder := _folder():
+    if folder := launch_folder():
         with contextlib.suppress(OSError), (folder / ERROR).open("x") as file:
             file.write(f"{type(error).__name__}: {' '.join(str(error).split())}")
 
 
 def saves() -> None:
     """Say that the last step is saved before the end, which takes its time."""
-    if folder := _folder():
+    if folder := launch_folder():
         with contextlib.suppress(OSError):
             (folder / SAVES).touch()
 

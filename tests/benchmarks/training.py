@@ -104,7 +104,7 @@ def train(s: Settings, model: str, out: Path, steps: int, extra: list[str]) -> d
     arguments = [*extra, *own, "trainer.rollout_data_dir=null"]
     of_model = replace(s, MODEL=model)
     parity.play(of_model)
-    plan = rl_plan(s, Run.read(out), model, parity.decided(of_model), arguments)
+    plan = rl_plan(of_model, Run.read(out), model, arguments)
     return watched(plan.command, out, steps, plan.environment)
 
 

@@ -39,7 +39,7 @@ from verl_tasks.runs.run import Run, export
 from verl_tasks.settings import Command, Settings, SettingsError, artifacts, given_arguments, load_settings, method
 from verl_tasks.stages import STAGES, Stage, own_stages, stage_of
 from verl_tasks.text import show
-from verl_tasks.training import parity, verl_versions
+from verl_tasks.training import verl_versions
 
 
 @dataclass(frozen=True)
@@ -397,7 +397,7 @@ def print_config(job: Job) -> None:
     *before, current = folder.rounds(s, job.arguments)
     first = s.MODEL if s.INIT == "base" else str(folder.sft_dir(s))  # the warm-up may not exist yet
     start = str(export(before[-1])) if before else first
-    plan = rl_plan(s, current, start, parity.decided(s), job.arguments, number=len(before) + 1)
+    plan = rl_plan(s, current, start, job.arguments, number=len(before) + 1)
     show(f"{plan.comments()}\n{OmegaConf.to_yaml(OmegaConf.create(plan.config))}")
 
 

@@ -13,7 +13,7 @@ from verl_tasks.models.merge import base_model
 from verl_tasks.runs import folder
 from verl_tasks.runs.run import Run
 from verl_tasks.settings import Settings, SettingsError, problems, teacher_gpus
-from verl_tasks.training import parity, tracking, verl_config
+from verl_tasks.training import tracking, verl_config
 from verl_tasks.training.methods import distill, dpo
 
 SPARE = 0.05  # of a GPU: the estimate is no closer
@@ -63,7 +63,7 @@ def plan(s: Settings, arguments: list[str], stage: str = "train", config=None) -
     own |= {"response": s.MAX_RESPONSE_LENGTH}
     if stage == "sft":
         rows = s.data_dir / "sft.parquet"
-        overrides = verl_config.sft_overrides(s, s.MODEL, s.runs_dir, rows, parity.decided(s))
+        overrides = verl_config.sft_overrides(s, s.MODEL, s.runs_dir, rows)
         given = dict(override.lstrip("+").split("=", 1) for override in overrides)  # SFT takes no ARGS
         by_tokens, fused = s.MAX_TOKENS_PER_GPU and s.STACK != "a100", given.get("model.use_fused_kernels") == "True"
         tokens = int(given.get("data.max_token_len_per_gpu") or int(given["data.micro_batch_size_per_gpu"]) * sequence)

@@ -10,7 +10,6 @@ from verl_tasks.launch.task import exported
 from verl_tasks.runs.run import Run
 from verl_tasks.settings import Settings, stack
 from verl_tasks.training import tracking, verl_config, verl_versions
-from verl_tasks.training.parity import Pass
 
 # What torchrun tells its only worker. Without it one process less imports torch; the store takes any free port.
 ONE_WORKER = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
@@ -54,9 +53,9 @@ class Plan:
         return "\n".join(f"# {name}: {' '.join(str(value).splitlines())}" for name, value in lines.items())
 
 
-def sft_plan(s: Settings, run: Run, start: str, demonstrations: Path, chosen: Pass | None) -> Plan:
-    """The warm-up of the model ``start`` on a parquet file, by the pass ``chosen``. Raises SettingsError."""
-    ours = verl_config.sft_overrides(s, start, run.folder, demonstrations, chosen)
+def sft_plan(s: Settings, run: Run, start: str, demonstrations: Path) -> Plan:
+    """The warm-up of the model ``start`` on a parquet file. Raises SettingsError."""
+    ours = verl_config.sft_overrides(s, start, run.folder, demonstrations)
     program, own = _torchrun(s, "verl_tasks.verl_plugins.sft")
     own |= {"SEED": str(s.SEED), "SFT_LOSS": str(s.SFT_LOSS)}  # verl_plugins/sft.py
     return Plan(
@@ -87,13 +86,7 @@ def pairs_plan(s: Settings, run: Run, start: str, pairs: Path, number: int = 1) 
 
 
 def rl_plan(
-    s: Settings,
-    run: Run,
-    start: str,
-    chosen: Pass | None,
-    arguments: Sequence[str] = (),
-    number: int = 1,
-    anyway: bool = True,
+    s: Settings, run: Run, start: str, arguments: Sequence[str] = (), number: int = 1, anyway: bool = True
 ) -> Plan:
     """Round ``number`` of RL from the model ``start``; each round has other prompts and samples.
 
@@ -106,7 +99,7 @@ def rl_plan(
     given = exported(seeded)
     own |= _writes(s, run) | trainer_module(s, given)
     sent = verl_config.sent_environment(given | own)
-    ours = [*sent, *verl_config.rl_overrides(seeded, start, run.folder, chosen)]
+    ours = [*sent, *verl_config.rl_overrides(seeded, start, run.folder)]
     launcher = getattr(stack(s.STACK), "LAUNCHER", [])
     return Plan(
         name=s.METHOD.upper(),

@@ -29,7 +29,7 @@ from verl_tasks.runs import folder, health, launches, validation
 from verl_tasks.runs.checkpoint import ranks
 from verl_tasks.runs.run import Run, mend_tracker, metrics_in, prune
 from verl_tasks.settings import Settings, SettingsError, method
-from verl_tasks.training import parity, verl_config, verl_versions
+from verl_tasks.training import verl_config, verl_versions
 
 GPU_SECONDS = 15  # between two lines of <run>/gpu.jsonl
 GPU_FIELDS = {"memory.used": "memory_gib", "utilization.gpu": "load_percent", "power.draw": "power_w"}
@@ -107,8 +107,7 @@ def sft(s: Settings, seconds: float = 0) -> str:
     if count < s.SFT_BATCH_SIZE:
         few = f"has {count} demonstrations, less than SFT_BATCH_SIZE={s.SFT_BATCH_SIZE}"
         raise DataError(f"INIT=sft: {demonstrations} {few}; lower it, or use INIT=base")
-    chosen = parity.decided(s)
-    plan = sft_plan(s, run, start, demonstrations, chosen)
+    plan = sft_plan(s, run, start, demonstrations)
     folder.note(run, "sft", s, start)
     run = execute(plan, seconds)
     prune(run.folder, 0)  # a resumed trainer does not know the checkpoints of the one that was killed
@@ -130,12 +129,12 @@ def _check_ranks(s: Settings, run: Run) -> None:
 
 def train(s: Settings, arguments: list[str], number: int, start: str, run: Run, seconds: float = 0) -> Run:
     """Round ``number`` of RL from the model ``start``, in about ``seconds`` (0: unknown); the run after it."""
-    begins, chosen = _trainer_start(s, start), parity.decided(s)
+    begins = _trainer_start(s, start)
     # A teacher and a reward model may give no right answers.
     learns = s.INIT == "sft" and number == 1 and method(s.METHOD).REWARD and not s.REWARD_MODEL
     anyway = not learns or os.environ.get("ANYWAY") == "1"
     overrides = verl_config.critic_overrides(s, begins) + arguments
-    plan = rl_plan(s, run, begins, chosen, overrides, number, anyway)
+    plan = rl_plan(s, run, begins, overrides, number, anyway)
     nodes = cluster.join(s)
     folder.note(run, "rl", s, start, arguments, base_model(begins))
     prune(run.folder, s.KEEP)  # also a crash's leftovers

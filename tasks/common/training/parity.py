@@ -14,7 +14,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from verl_tasks.files import read_json, write_json
@@ -27,9 +27,6 @@ from verl_tasks.text import one_line
 
 PROGRAM = "verl_tasks.verl_plugins.parity"
 SECONDS = 300  # it takes 20
-SOURCES = ("verl_plugins/parity.py", "verl_plugins/head.py", "models/small.py", "verl_plugins/varlen_attention.py")
-SOURCES += ("verl_plugins/interpreted.py", "verl_plugins/reference_attention.py", "verl_plugins/varlen_once.py")
-SOURCES += ("verl_plugins/prompts_once.py", "verl_plugins/prompts.py")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # how many, as families name it
 PACKAGES = ("verl", "transformers", "torch", "triton", "liger-kernel")
 # On a CPU, whatever stack is played.
@@ -60,22 +57,18 @@ class Pass:
     noise: tuple[str, ...] = ()  # what of the model's config is random in a pass, and is set to 0
 
 
-def best(s: Settings) -> Pass | None:
-    """The stack's best pass, whatever MODEL is; None where the stack has none to choose. A prompt is computed once
-    only where that was compared."""
-    return next((Pass(**known) for known in paths(s).values() if known["attention"] != memory.PROMPTS_ONCE), None)
-
-
 def decided(s: Settings) -> Pass | None:
     """The pass to train with: the first that agreed when `play` compared them, with liger-kernel if that agreed too;
-    else the stack's best, without it; None where the stack has none to choose."""
-    chosen, config = best(s), _config(s)
+    else the stack's best, without it; None where the stack has none to choose. A prompt is computed once only where
+    that was compared."""
+    config = _config(s)
     kept = read_json(_file(s, config)) if config else {}
-    agreed = [Pass(**paths(s)[name]) for name, result in kept.get("paths", {}).items() if result["agrees"]]
-    if not chosen:
+    names = [name for name, result in kept.get("paths", {}).items() if result["agrees"]]
+    names += [name for name, known in paths(s).items() if known["attention"] != memory.PROMPTS_ONCE]
+    if not names:
         return None
     faster = kept.get("liger", {}).get("agrees", False)
-    return replace([*agreed, chosen][0], liger=faster, noise=tuple(kept.get("noise", ())))
+    return Pass(**paths(s)[names[0]], liger=faster, noise=tuple(kept.get("noise", ())))
 
 
 def play(s: Settings) -> dict:
@@ -130,8 +123,8 @@ def _experts(config: dict) -> int:
 @functools.cache
 def _code() -> list:
     """What else a result depends on: our own code, and the packages."""
-    own = [(PACKAGE / name).read_text() for name in SOURCES]
-    return own + [installed(name) for name in PACKAGES]
+    own = [PACKAGE / "models/small.py", *sorted((PACKAGE / "verl_plugins").glob("*.py"))]
+    return [file.read_text() for file in own] + [installed(name) for name in PACKAGES]
 
 
 def _file(s: Settings, config: dict) -> Path:

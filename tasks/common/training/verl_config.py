@@ -31,7 +31,6 @@ POLICY = "actor_rollout_ref.model"
 ENGINES = ("actor", "ref", "critic", "engine", "optim")  # groups of verl's config with a file for each engine
 
 # No outputs/ folder of hydra's own; what it would log is in our log file.
-VERLS_WORKERS = 8  # agent loops and rewards, each (verl/trainer/config)
 HYDRA = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
 
 # ROLLOUT_CORRECTION: the log-probs of engine and trainer differ, so the samples are another policy's. `token` weights
@@ -216,10 +215,10 @@ def sent_environment(environment: dict[str, str]) -> list[str]:
     return [f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}={quoted(value)}" for name, value in sent]
 
 
-def rl_overrides(s: Settings, model: Path | str, run_dir: Path, chosen: Pass | None = None) -> list[str]:
+def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
     """Overrides for ``verl.trainer.main_ppo``: train ``model`` for s.STEPS steps, writing to ``run_dir``.
 
-    Where ``model`` is a LoRA adapter, it is trained on. ``chosen``: the pass (parity.py); None: the stack's best.
+    Where ``model`` is a LoRA adapter, it is trained on.
     """
     data = [
         f"data.train_files={quoted(s.train_file)}",
@@ -268,7 +267,7 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path, chosen: Pass | N
     rollout += CORRECTIONS[s.ROLLOUT_CORRECTION]
     rollout += [f"actor_rollout_ref.rollout.quantization={s.ROLLOUT_DTYPE}"] if s.ROLLOUT_DTYPE != "same" else []
     if sharing := os.environ.get("SHARED_GPU"):  # by launch/experiments.py; each worker imports verl: 0.7 GB
-        workers = verl_versions.workers(s, max(1, VERLS_WORKERS // int(sharing)))
+        workers = verl_versions.workers(s, max(1, verl_versions.VERLS_WORKERS // int(sharing)))
         rollout += [f"actor_rollout_ref.rollout.agent.num_workers={workers}", f"reward.num_workers={workers}"]
     trainer = [
         *_trainer(s, run_dir, s.STEPS, s.SAVE_FREQ),
@@ -280,7 +279,7 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path, chosen: Pass | N
         "trainer.val_before_train=False",
         f"trainer.test_freq={s.TEST_FREQ or -1}",
     ]
-    chosen = chosen or parity.best(s)
+    chosen = parity.decided(s)
     own = [*stack(s.STACK).RL_OVERRIDES, *_pass(chosen, POLICY), *_pass(chosen, "critic.model", head=False)]
     own += getattr(stack(s.STACK), "rl_overrides", lambda s: [])(s)
     method_ = [*_truncated(s), *method(s.METHOD).overrides(s)]
@@ -304,16 +303,12 @@ def _pass(chosen: Pass | None, model: str, head: bool = True) -> list[str]:
 
 def critic_overrides(s: Settings, model: str) -> list[str]:
     """Where ``model`` is an adapter: a critic begins as the policy, not as its base. Merges the adapter."""
-    if not is_adapter(Path(model)) or not any("critic.model.path=" in each for each in method(s.METHOD).overrides(s)):
-        return []
-    return [f"critic.model.path={quoted(whole_model(model))}"]
+    continues = s.METHOD == "ppo" and is_adapter(Path(model))
+    return [f"critic.model.path={quoted(whole_model(model))}"] if continues else []
 
 
-def sft_overrides(
-    s: Settings, model: Path | str, run_dir: Path, demonstrations: Path, chosen: Pass | None = None
-) -> list[str]:
-    """Overrides for ``verl.trainer.sft_trainer``: the warm-up on a parquet file of demonstrations; ``chosen`` as of
-    ``rl_overrides``."""
+def sft_overrides(s: Settings, model: Path | str, run_dir: Path, demonstrations: Path) -> list[str]:
+    """Overrides for ``verl.trainer.sft_trainer``: the warm-up on a parquet file of demonstrations."""
     data = [
         f"data.train_files={quoted(demonstrations)}",
         f"data.custom_cls.path={quoted(PLUGINS / 'dataset.py')}",
@@ -335,7 +330,7 @@ def sft_overrides(
         "checkpoint.load_contents=[model,optimizer,extra]",
     ]
     own = [f"engine.ulysses_sequence_parallel_size={s.SP}", *stack(s.STACK).SFT_OVERRIDES]
-    own += _pass(chosen or parity.best(s), "model")
+    own += _pass(parity.decided(s), "model")
     return verl_versions.translated([*data, *model_, *optim, *trainer, *own], "sft_trainer_engine", s)
 
 
@@ -373,7 +368,7 @@ def compose(config_name: str, overrides: list[str], package: Path | None = None,
 
 def rl_config(s: Settings, arguments: Sequence[str] = ()):
     """verl's config of an RL training from MODEL, checked. Raises SettingsError."""
-    overrides = rl_overrides(s, s.MODEL, s.runs_dir, parity.decided(s))
+    overrides = rl_overrides(s, s.MODEL, s.runs_dir)
     config = compose("ppo_trainer", overrides, arguments=arguments)
     verl_checks.check_composed(config)
     for problem in _another_model(s, config.actor_rollout_ref.model):

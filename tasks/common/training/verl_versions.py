@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from verl_tasks.places import installed
 from verl_tasks.settings import Settings, SettingsError, stack
 
+VERLS_WORKERS = 8  # agent loops and rewards, each (verl/trainer/config)
+
 
 @dataclass(frozen=True)
 class Differences:
@@ -39,7 +41,7 @@ def _rl_of_061(s: Settings) -> list[str]:
         # The agent loop, the only mode of 0.9.1. It takes the chat from the row.
         "actor_rollout_ref.rollout.mode=async",
         "data.return_raw_chat=True",
-        f"actor_rollout_ref.rollout.agent.num_workers={workers(s, 8)}",  # verl's default, where they can share a batch
+        f"actor_rollout_ref.rollout.agent.num_workers={workers(s, VERLS_WORKERS)}",  # where they can share a batch
         # Off by default there; algorithm.rollout_correction does nothing without them.
         "actor_rollout_ref.rollout.calculate_log_probs=True",
         # With a custom sampler verl requires that the trainer's own process loads the data.

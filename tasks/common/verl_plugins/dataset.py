@@ -6,9 +6,9 @@ models refuse (verl/utils/dataset/multiturn_sft_dataset.py). verl 0.9.1 renders 
 data set and again in the agent loop.
 """
 
+from pathlib import Path
 from uuid import uuid4
 
-import pyarrow.parquet as pq
 import torch
 from torch.utils.data import Dataset
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
@@ -19,7 +19,7 @@ from verl.utils.profiler import simple_timer
 from verl.utils.torch_functional import postprocess_data
 
 from verl_tasks.models.chat_template import demonstration_ids, ends_turn, opens_thinking, prompt_ids
-from verl_tasks.rows import decoded, demonstration, tools_of
+from verl_tasks.rows import decoded, demonstration, read_rows, tools_of
 
 RENDERS_ONCE = hasattr(SingleTurnAgentLoop, "ct_build_initial_tokens")  # verl 0.9.1
 
@@ -100,18 +100,14 @@ class SingleTurnUnlessTruncated(SingleTurnOfRow):
 
 
 class Demonstrations(Dataset):
-    """SFT rows: the model learns the last message, given all before it, or each of its turns in an episode. Takes the
-    arguments of MultiTurnSFTDataset.
+    """SFT rows: the model learns the last message, given all before it, or each of its turns in an episode.
 
     Rows longer than data.max_length tokens are left out; the log counts them. Raises ValueError when fewer than
     data.train_batch_size rows are left.
     """
 
-    def __init__(self, parquet_files, tokenizer, config, processor=None, max_samples: int = -1):
-        files = [parquet_files] if isinstance(parquet_files, str) else list(parquet_files)
-        rows = [row for file in files for row in pq.read_table(file).to_pylist()]
-        rows = rows[:max_samples] if max_samples > 0 else rows
-        limit, least = config.get("max_length", 1024), config.get("train_batch_size", 1)
+    def __init__(self, parquet_files: str, tokenizer, config, **_):
+        rows, limit, least = list(read_rows(Path(parquet_files))), config["max_length"], config["train_batch_size"]
         made = (demonstration_ids(tokenizer, *demonstration(row), tools_of(row)) for row in rows)
         self.tokens = [(ids, mask) for ids, mask in made if len(ids) <= limit]  # mask: 1 on what the model learns
         print(f"{len(rows) - len(self.tokens)} of {len(rows)} demonstrations are longer than {limit} tokens")

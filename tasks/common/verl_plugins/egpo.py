@@ -15,7 +15,6 @@ from verl.workers.utils.padding import response_to_nested
 from verl_tasks.models.chat_template import opens_thinking
 from verl_tasks.rewards.tool_calls import THINK, THINK_END
 from verl_tasks.text import common_start
-from verl_tasks.training.methods import egpo
 from verl_tasks.verl_plugins.trainer import TaskTrainer, fields_of
 
 
@@ -84,17 +83,11 @@ class EGPOTrainer(TaskTrainer):
 
     The entropy is that of the policy before the step, at the temperature of the rollouts, without a gradient. Metrics,
     over the responses of a step: egpo/entropy_reasoning (mean of H_i, nats), egpo/term (mean of the term),
-    egpo/no_reasoning_block (share of responses without a block). Raises ValueError for a config with a ``problem``
-    (tasks/common/training/methods/egpo.py).
+    egpo/no_reasoning_block (share of responses without a block).
     """
 
     reads_entropy = True
-
-    def __init__(self, config):
-        if problem := egpo.problem(config):
-            raise ValueError(problem)
-        super().__init__(config)
-        self._said_no_block = False
+    _said_no_block = False
 
     def _compute_advantage(self, batch, metrics: dict):
         batch = super()._compute_advantage(batch, metrics)

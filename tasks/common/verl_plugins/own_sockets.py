@@ -5,14 +5,12 @@ at once would take each other's weights, and any user of the machine could send 
 """
 
 import os
-from pathlib import Path
 
 import torch
 from verl.workers.rollout.vllm_rollout import ServerAdapter
 from verl.workers.rollout.vllm_rollout.utils import VLLM_LORA_INT_ID, vLLMColocateWorkerExtension
 
-from verl_tasks.alive import waits_for
-from verl_tasks.leftovers import LAUNCH
+from verl_tasks.alive import launch_folder, waits_for
 from verl_tasks.verl_plugins import weight_sync
 from verl_tasks.verl_plugins.expect import expect
 
@@ -24,8 +22,7 @@ for _function in (ServerAdapter.__init__, vLLMColocateWorkerExtension._get_zmq_h
 
 def own(handle: str) -> str:
     """verl's address in the launch's folder, which no other user may enter; as it is on another node of a cluster."""
-    folder = os.environ.get(LAUNCH)
-    return handle.replace(_VERLS, f"ipc://{folder}/") if folder and Path(folder).is_dir() else handle
+    return handle.replace(_VERLS, f"ipc://{folder}/") if (folder := launch_folder()) else handle
 
 
 class OwnSocketAdapter(ServerAdapter):

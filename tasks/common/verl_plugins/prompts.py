@@ -6,6 +6,18 @@ from itertools import pairwise
 import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+from verl_tasks.verl_plugins.expect import expect
+
+expect(  # verl's way without padding, with and without a fused head
+    FSDPEngineWithLMHead.prepare_model_outputs,
+    "log_probs = output.log_probs.squeeze(0)  # (total_nnz,)",
+    "logits_rmpad = output.logits.squeeze(0)  # (total_nnz, vocab_size)",
+    'temperature_rmpad = output_args["temperature_rmpad"]',
+    "labels=input_ids_rmpad_rolled,",
+    "log_probs = torch.nested.nested_tensor_from_jagged(log_probs, cu_seqlens)",
+)
 
 
 def groups(prompts: torch.Tensor) -> list[list[int]]:

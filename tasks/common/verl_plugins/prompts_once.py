@@ -41,14 +41,6 @@ expect(
     "input_ids_rmpad_rolled = torch.roll(input_ids_rmpad, shifts=-1, dims=1)",
     'extra_args["shift_labels"] = output_args["input_ids_rmpad_rolled"].unsqueeze(0)',
 )
-expect(
-    FSDPEngineWithLMHead.prepare_model_outputs,
-    "log_probs = output.log_probs.squeeze(0)  # (total_nnz,)",
-    "logits_rmpad = output.logits.squeeze(0)  # (total_nnz, vocab_size)",
-    'temperature_rmpad = output_args["temperature_rmpad"]',
-    "labels=input_ids_rmpad_rolled,",
-    "log_probs = torch.nested.nested_tensor_from_jagged(log_probs, cu_seqlens)",
-)
 
 _prepare_micro_batches = transformer_impl.prepare_micro_batches
 _forward_backward_batch = FSDPEngineWithLMHead.forward_backward_batch

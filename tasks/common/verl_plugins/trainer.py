@@ -35,12 +35,11 @@ from verl_tasks.rewards.answers import RewardError
 from verl_tasks.rewards.episode import turn_texts
 from verl_tasks.runs.checkpoint import FirstSave
 from verl_tasks.runs.health import NO_SIGNAL, WITHOUT, abort, aborted_by, no_signal
-from verl_tasks.runs.run import read_metrics
+from verl_tasks.runs.run import ends_run, prune, read_metrics
 from verl_tasks.settings import load_settings
 from verl_tasks.text import one_line
 from verl_tasks.verl_plugins import answers, on_policy, one_update, zero_advantage
 from verl_tasks.verl_plugins.expect import expect
-from verl_tasks.verl_plugins.keep_best import KeepBest
 from verl_tasks.verl_plugins.staleness import VERSIONS
 
 # verl marks a prompt whose reward raised as failed, and trains on padding instead.
@@ -51,6 +50,13 @@ expect(PPOTrainer._log_rollout_data, 'reward_extra_infos_dict = {"uid": [batch.k
 expect(PPOTrainer._write_generations, 'filename = os.path.join(dump_path, f"{global_steps}.jsonl")')
 expect(PPOTrainer._compute_metrics, "moe_lb_metrics_interval", "global_steps")
 expect(PPOTrainer._setup, "partial(value_loss, config=critic_cfg)")
+# verl keeps the newest checkpoints (max_actor_ckpt_to_keep), and ignores the validations.
+expect(
+    PPOTrainer.fit,
+    "self.on_step_end()",
+    "val_metrics: dict = self._validate()",
+    "and self.global_steps <= self.total_training_steps:",
+)
 expect(ReplayBuffer.sample, "self._sync_metadata_from_transfer_queue()")
 expect(ReplayBuffer._sync_metadata_from_transfer_queue, "self.failure_keys[partition_id].add(key)")
 
@@ -112,10 +118,11 @@ class GroupFailed(RuntimeError):
     """A prompt has no samples or no rewards; ``run_agent_loop`` has told the reason."""
 
 
-class CheckedTrainer(KeepBest):
+class CheckedTrainer(PPOTrainer):
     """It saves a checkpoint and ends when a reward fails.
 
-    It learns nothing from such a step: the same command repeats it.
+    It learns nothing from such a step: the same command repeats it. A validated step is saved too; the best ones stay,
+    and PATIENCE ends the run.
     """
 
     MODE = "sync"  # of verl's trainer
@@ -124,9 +131,12 @@ class CheckedTrainer(KeepBest):
     _on_policy = False  # this step skips the pass for the old log-probs
     _complete = 0, None  # the last step that this process trained, and the state of its data then
     _saved = 0
-    _sampled: list["Sample"] | None = None  # the responses of this step, where they were looked at before its metrics
-    _first: tuple["Sample", ...] = ()  # those of the first steps, until there are NO_SIGNAL
+    _first: tuple["Sample", ...] = ()  # the responses of the first steps, until there are NO_SIGNAL
     _told = None  # of each episode of this step, by verl's key: its scores, and what was said
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.config.trainer.default_local_dir).parent
 
     @functools.cached_property
     def _first_save(self) -> FirstSave:
@@ -167,32 +177,39 @@ class CheckedTrainer(KeepBest):
         verl skips an optimizer step with a gradient that is not finite (fsdp/transformer_impl.py, optimizer_step), so
         the saved weights are those before it.
         """
-        run_dir = Path(os.environ["VERL_FILE_LOGGER_PATH"]).parents[1]
-        metrics = read_metrics(run_dir, strict=False)
+        metrics = read_metrics(self.run_dir, strict=False)
         done = {step: row for step, row in metrics.items() if step < self.global_steps}
         found = aborted_by(done, load_settings()) if self._complete[0] else None  # after a resume: not at once again
         if found:
             self._save_complete_step()
-            abort(run_dir, f"ABORT_ON={found}")
+            abort(self.run_dir, f"ABORT_ON={found}")
 
     def on_step_end(self):
         self._complete = self.global_steps, copy.deepcopy(self.train_dataloader.state_dict())
-        if self._first_save.due() and self._saved != self.global_steps:
+        every = self.config.trainer.test_freq
+        validates = every > 0 and self.global_steps % every == 0
+        if (validates or self._first_save.due()) and self._saved != self.global_steps:
             with marked_timer("save_checkpoint", self.timing_raw, color="green"):
-                self._save_checkpoint()
+                self._save_checkpoint()  # here as where verl saves, the engine sleeps
         super().on_step_end()
 
     def _save_checkpoint(self):
         super()._save_checkpoint()
+        prune(self.run_dir, int(os.environ["KEEP"]))
         self._saved, self._first_save.saved = self.global_steps, True
+
+    def _validate(self):
+        found = super()._validate()
+        if ends_run(self.run_dir, self.global_steps, found, int(os.environ["PATIENCE"])):
+            self.total_training_steps = self.global_steps  # verl's loop ends when this step is logged
+        return found
 
     def _compute_metrics(self, batch, metrics, timing_raw, global_steps, epoch):
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
         try:
-            metrics.update(self._answers(self._sampled or _samples(batch)))
+            metrics.update(self._answers(_samples(batch)))
         except Exception as error:  # the training needs none of them
             print(f"the answers of step {global_steps} are not told: {one_line(str(error), 300)}", flush=True)
-        self._sampled = None
 
     def _answers(self, samples: list["Sample"]) -> dict[str, float]:
         """What a step's responses were worth, and in a multi-turn task how its episodes went."""
@@ -280,9 +297,8 @@ class CheckedTrainer(KeepBest):
 
     def _check_signal(self, batch) -> None:
         """End, by NO_SIGNAL samples of the first steps, where the warm-up gives RL nothing to learn from."""
-        sampled, limit = _samples(batch), self.config.data.max_response_length
-        self._sampled = sampled if self.parameter_sync_step == 1 else None
-        self._first += tuple(each for each in sampled if {"acc", "score"} <= each.reward.keys())
+        limit = self.config.data.max_response_length
+        self._first += tuple(each for each in _samples(batch) if {"acc", "score"} <= each.reward.keys())
         if len(self._first) < NO_SIGNAL:
             return
         groups, responses, scores, _ = zip(*self._first, strict=True)

@@ -1,16 +1,11 @@
 """How verl 0.9.1 loads a critic (utils/model.py, load_valuehead_model). Test: tests/test_reward_model.py trains one.
 
-It asks for flash_attention_2 (:649), installed or not, whatever the config says. And it takes a class from trl (:654,
-as models/transformers/monkey_patch.py:352 does) that trl 1 has no more.
+It asks for flash_attention_2 (:649), installed or not, whatever the config says. And it takes a class from trl, as
+models/transformers/monkey_patch.py:352 does, that trl 1 has no more.
 """
-
-import importlib.util
-from pathlib import Path
-from unittest import mock
 
 import verl.utils.model as verl_model
 from transformers import AutoModelForTokenClassification
-from transformers.utils import is_flash_attn_2_available
 from verl.models.transformers import monkey_patch
 from verl.workers.engine.fsdp import transformer_impl
 
@@ -21,25 +16,12 @@ for _function in (monkey_patch.apply_monkey_patch, verl_model.load_valuehead_mod
 expect(verl_model.load_valuehead_model, 'attn_implementation="flash_attention_2"', "AutoModelForTokenClassification")
 expect(transformer_impl.FSDPEngine._build_module, "from verl.utils.model import load_valuehead_model")
 
-_trl = importlib.util.find_spec("trl")
-if _trl and not Path(_trl.submodule_search_locations[0], "experimental/ppo").exists():
-    monkey_patch.is_trl_available = verl_model.is_trl_available = lambda: False
 
-_load_valuehead_model = verl_model.load_valuehead_model
-_from_pretrained = AutoModelForTokenClassification.from_pretrained
-
-
-def _from_pretrained_without_flash(*args, config, **kwargs):
-    asked = config._attn_implementation  # of critic.model.override_config
-    attention = "sdpa" if asked == "flash_attention_2" else asked
-    return _from_pretrained(*args, config=config, **{**kwargs, "attn_implementation": attention})
+def load_valuehead_model(local_path, torch_dtype, model_config, trust_remote_code):
+    """As verl's, with the attention of the config."""
+    given = {"dtype": torch_dtype, "config": model_config, "trust_remote_code": trust_remote_code}
+    return AutoModelForTokenClassification.from_pretrained(local_path, **given)
 
 
-def load_valuehead_model(*args, **kwargs):
-    """verl's, with the attention of the config; sdpa where that is flash_attention_2."""
-    with mock.patch.object(AutoModelForTokenClassification, "from_pretrained", _from_pretrained_without_flash):
-        return _load_valuehead_model(*args, **kwargs)
-
-
-if not is_flash_attn_2_available():
-    verl_model.load_valuehead_model = load_valuehead_model
+monkey_patch.is_trl_available = lambda: False
+verl_model.load_valuehead_model = load_valuehead_model

@@ -6,16 +6,14 @@ the trainer's weights had changed. Tensors that vLLM fuses or renames have no co
 """
 
 import json
-import os
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, revert_weight_conversion
 
-from verl_tasks.leftovers import LAUNCH
+from verl_tasks.alive import launch_folder
 
 LARGEST = 2**27  # numbers of a tensor: a copy of a larger one takes memory
 BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
@@ -85,14 +83,13 @@ def of_adapter(layers: dict) -> Sums:
 
 def write(sums: Sums, replica: str, rank: int) -> None:
     """Leave the ``sums`` of a vLLM worker for the trainer on the same machine."""
-    if (folder := os.environ.get(LAUNCH)) and Path(folder).is_dir():
-        Path(folder, f"weights-{replica}-{rank}.json").write_text(json.dumps(sums))
+    if folder := launch_folder():
+        (folder / f"weights-{replica}-{rank}.json").write_text(json.dumps(sums))
 
 
 def told(replica: int) -> list[Sums]:
     """What the workers of a replica have left."""
-    folder = os.environ.get(LAUNCH)
-    files = sorted(Path(folder).glob(f"weights-{replica}-*.json")) if folder else []
+    files = sorted(folder.glob(f"weights-{replica}-*.json")) if (folder := launch_folder()) else []
     return [json.loads(file.read_text()) for file in files]
 
 

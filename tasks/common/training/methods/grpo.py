@@ -17,12 +17,12 @@ def overrides(s: Settings) -> list[str]:
 
 
 def problem(config) -> str | None:
-    """Why GRPO, or a method with its advantages, cannot train with verl's composed ``config``, in one line; else None.
+    """Why a method that compares samples cannot train with verl's composed ``config``, in one line; else None.
 
     verl takes the reward itself as the advantage of a group of one (trainer/ppo/core_algos.py).
     """
     if config.actor_rollout_ref.rollout.n < 2:
-        return "ROLLOUT_N=1: GRPO's advantages compare the samples of a prompt; take 2 or more, or METHOD=ppo"
+        return "ROLLOUT_N=1: METHOD compares the samples of a prompt; take 2 or more, or METHOD=ppo"
     return None
 
 

@@ -3,6 +3,7 @@
 from verl_tasks.settings import Settings
 from verl_tasks.training.methods import grpo
 
+problem = grpo.problem
 warning = grpo.warning
 
 
@@ -13,10 +14,3 @@ def overrides(s: Settings) -> list[str]:
         f"algorithm.use_kl_in_reward={s.KL_COEF > 0}",
         f"algorithm.kl_ctrl.kl_coef={s.KL_COEF}",
     ]
-
-
-def problem(config) -> str | None:
-    """Why RLOO cannot train with verl's composed ``config`` (a DictConfig), in one line; None where it can."""
-    if config.actor_rollout_ref.rollout.n < 2:
-        return "ROLLOUT_N=1: METHOD=rloo needs other samples of a prompt; take 2 or more"
-    return None

@@ -18,12 +18,6 @@ from verl_tasks.machine.memory import begun_alike, least_work, plain, shapes
 from verl_tasks.verl_plugins.expect import expect
 from verl_tasks.verl_plugins.prompts import outputs
 
-expect(
-    transformer_impl.FSDPEngineWithLMHead.prepare_model_outputs,
-    "logits_rmpad = output.logits.squeeze(0)  # (total_nnz, vocab_size)",
-    "labels=input_ids_rmpad_rolled,",
-    "log_probs = torch.nested.nested_tensor_from_jagged(log_probs, cu_seqlens)",
-)
 expect(transformer_impl.FSDPEngine.forward_backward_batch, "return postprocess_batch_func(output_lst=output_lst")
 
 

@@ -1,4 +1,4 @@
-"""As verl_plugins/keep_best.py, for verl 0.6.1: a checkpoint per validation, the best ones kept, and PATIENCE.
+"""As CheckedTrainer (verl_plugins/trainer.py), for verl 0.6.1: a checkpoint per validation, the best kept, PATIENCE.
 
 patches.py loads this in every verl process.
 """
