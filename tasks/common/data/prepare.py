@@ -335,14 +335,15 @@ def has_calls(messages: list[dict]) -> bool:
     return any(message.keys() - {"role", "content"} for message in messages)
 
 
-def load_tokenizer(model: str, weights: bool = True):
-    """The tokenizer of MODEL; without ``weights`` of a folder that may have none. Raises DataError without one or its
-    chat template."""
+def load_tokenizer(model: str, weights: bool = True, download: bool = True):
+    """The tokenizer of MODEL; without ``weights`` of a folder that may have none; without ``download`` one that is on
+    this machine. Raises DataError without one or its chat template."""
     from transformers import AutoTokenizer
 
     try:
         folder = base_model(resolve_model(model)) if weights else model
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # None asks whether to run its code
+        # trust_remote_code=None asks whether to run its code.
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=not download, trust_remote_code=False)
     except Exception as error:  # it reads the config too, and raises any class
         raise DataError(f"MODEL={model}: no tokenizer to count prompt tokens ({one_line(str(error), 300)})") from error
     if not tokenizer.chat_template:
@@ -352,14 +353,9 @@ def load_tokenizer(model: str, weights: bool = True):
 
 def _tokenizer_here(model: str):
     """The tokenizer of ``model`` where it is on this machine; else None: nothing is downloaded to count tokens."""
-    from transformers import AutoTokenizer
-
-    try:
-        folder = base_model(resolve_model(model)) if model == "embedded" or Path(model).expanduser().exists() else model
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception:  # none, or a broken one, which the model's stage reports
-        return None
-    return tokenizer if tokenizer.chat_template else None
+    with suppress(DataError):  # none, or a broken one, which the model's stage reports
+        return load_tokenizer(model, download=False)
+    return None
 
 
 def too_long(tokenizer, limit: int, messages: list[dict], tools: list[dict] | None) -> str | None:
