@@ -13,7 +13,7 @@ from pathlib import Path
 from verl_tasks import errors
 from verl_tasks.data import gold
 from verl_tasks.data.records import HubRecords, HubUnreachable, Records, load
-from verl_tasks.data.split import Sizes, SplitError, deal, sides_of, write_sides
+from verl_tasks.data.split import PATIENCE, Sizes, SplitError, deal, sides_of, write_sides
 from verl_tasks.files import partial_of, read_json, sha256, write_json, write_text
 from verl_tasks.models.chat_template import LONGEST_TOKEN, demonstration_ids, prompt_ids
 from verl_tasks.models.find import resolve_model
@@ -94,7 +94,7 @@ def _problem(example: Example) -> str:
     return f"the demonstration must be text, or messages, is {one_line(repr(shown), 80)}" if wrong else ""
 
 
-def distinct(examples: Iterable[Example | None], patience: int = 100_000) -> Iterator[Example]:
+def distinct(examples: Iterable[Example | None], patience: int = PATIENCE) -> Iterator[Example]:
     """Each problem once. Ends after ``patience`` consecutive repeats. Memory: 16 bytes of digest per problem."""
     seen: set[bytes] = set()
     repeats = 0

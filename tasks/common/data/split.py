@@ -19,7 +19,7 @@ from verl_tasks.rows import DataError, Example, write_parquet
 PROMPT_BITS = 40  # the upper bits of a key identify the prompt, all 64 the row
 REST_BITS = 64 - PROMPT_BITS
 SHARES = {"test": 0.15, "dev": 0.05, "train": 0.8}  # of an endless source: near what tasks ask for, so little is unused
-PATIENCE = 100_000  # items in a row that no side needs; such a source is at its end
+PATIENCE = 100_000  # items in a row that are repeats, or that no side needs: such a source is at its end
 
 
 @dataclass(frozen=True)
