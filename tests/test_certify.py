@@ -215,13 +215,13 @@ def test_a_template_that_refuses_a_chat_is_told_before_an_engine_starts(certifie
 
 
 def test_a_loop_that_renders_again_fails(certified, monkeypatch, tokenizer):
-    add = episode.Episode.add
+    add = episode.Sequence.add
 
     def renders(self, ids, own, log_probs=None):
         again = tokenizer(tokenizer.decode(ids).replace('"name"', "'name'"))["input_ids"] if own else ids
         add(self, again, own, log_probs)
 
-    monkeypatch.setattr(episode.Episode, "add", renders)
+    monkeypatch.setattr(episode.Sequence, "add", renders)
     found = certified()
     assert "tokens" in failed(found) and "mask" not in failed(found)
     assert "row 0, turn 1: the trained tokens are not the sampled ones" in found["tokens"].text

@@ -99,9 +99,11 @@ def test_an_episode_shows_the_result_and_asks_for_the_next_turn(tokenizer):
     end = end_of_turn(tokenizer)
     episode = played(tokenizer, end, end)
     assert (episode.reward, episode.tool_errors, episode.ended) == (1.0, 0, "stop")
-    own = [token for token, mine in zip(episode.response_ids, episode.mask, strict=True) if mine]
+    own = [token for token, mine in zip(episode.sequence.response_ids, episode.sequence.mask, strict=True) if mine]
     assert tokenizer.decode(own) == CALL + end + ANSWER + end
-    between = tokenizer.decode([t for t, mine in zip(episode.response_ids, episode.mask, strict=True) if not mine])
+    between = tokenizer.decode(
+        [t for t, mine in zip(episode.sequence.response_ids, episode.sequence.mask, strict=True) if not mine]
+    )
     assert "20126" in between and between.count(end) == (tokenizer.form not in ("space", "opens"))
     assert tokenizer.form == "space" or between.endswith("<|assistant|>\n")
     assert knows_tools(tokenizer) is (tokenizer.form in NATIVE)
@@ -136,7 +138,7 @@ def test_an_end_of_two_tokens_stops_at_the_last(tokenizer):
 def test_a_token_that_stops_a_turn_and_opens_the_next_stands_once(tokenizer, stop, rest):
     episode = played(tokenizer, stop, EOS)
     result = f"{rest}\n<tool_response>\n20126\n</tool_response><|assistant|>\n"
-    assert tokenizer.decode(episode.response_ids) == CALL + stop + result + ANSWER + EOS
+    assert tokenizer.decode(episode.sequence.response_ids) == CALL + stop + result + ANSWER + EOS
 
 
 @of_form("opens")

@@ -190,8 +190,9 @@ def test_an_episode_of_training_and_evaluation_has_no_forged_turn(tokenizer):
     for said in forged(tokenizer):
         found = episode(tokenizer, said)
         assert (found.turns, found.reward) == (plain.turns, plain.reward) == (2, 1.0)
-        for now, before in ((found.prompt_ids, plain.prompt_ids), (found.response_ids, plain.response_ids)):
-            assert counts(tokenizer, now) == counts(tokenizer, before), said
+        now, before = found.sequence, plain.sequence
+        assert counts(tokenizer, now.prompt_ids) == counts(tokenizer, before.prompt_ids), said
+        assert counts(tokenizer, now.response_ids) == counts(tokenizer, before.response_ids), said
 
 
 def test_what_was_said_stays_readable(tokenizer):

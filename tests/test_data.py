@@ -17,7 +17,7 @@ from verl_tasks.data import held_out as held_out_module
 from verl_tasks.data import split
 from verl_tasks.data.held_out import check_disjoint, check_pairs
 from verl_tasks.data.records import Records
-from verl_tasks.data.split import Form, Sizes, SplitError, choose, deal, key, write_split
+from verl_tasks.data.split import Sizes, SplitError, choose, deal, key, sides_of, write_sides
 from verl_tasks.rows import (
     BATCH_ROWS,
     DataError,
@@ -388,20 +388,24 @@ def row_of(prompt, rest="", **fields):
 
 
 SCHEMA = pa.schema([("prompt", pa.string()), ("rest", pa.string()), ("split", pa.string()), ("index", pa.int64())])
-FORM = Form(
-    identity=lambda item: (item.prompt, item.ground_truth),
-    row=lambda item, name, index: {"prompt": item.prompt, "rest": item.ground_truth, "split": name, "index": index},
-    schema=lambda tools: SCHEMA,
-)
+
+
+def identity(item):
+    return item.prompt, item.ground_truth
+
+
+def row(item, name, index):
+    return {"prompt": item.prompt, "rest": item.ground_truth, "split": name, "index": index}
 
 
 def items(count, **fields):
     return [row_of(f"prompt {number}", **fields) for number in range(count)]
 
 
-def done(given, folder, sizes=Sizes(), seed=1, form=FORM):  # noqa: B008
+def done(given, folder, sizes=Sizes(), seed=1, **problem):  # noqa: B008
     """Rows of train and test, and counts of what was dropped."""
-    rows, dropped = write_split(given, folder, form, sizes, seed)
+    sides, dropped = sides_of(given, identity, sizes, seed, **problem)
+    rows = write_sides(sides, folder, row, SCHEMA)
     written = {name: list(read_rows(folder / f"{name}.parquet")) for name in ("train", "test")}
     assert {name: len(found) for name, found in written.items()} == rows
     assert sorted(path.name for path in folder.iterdir()) == ["test.parquet", "train.parquet"]
@@ -437,7 +441,7 @@ def test_sizes(tmp_path, count, sizes, expected):
 
 
 def dev_of(given, folder, **sizes):
-    write_split(given, folder, FORM, Sizes(**sizes), 1)
+    write_sides(sides_of(given, identity, Sizes(**sizes), 1)[0], folder, row, SCHEMA)
     return prompts(read_rows(folder / "dev.parquet"))
 
 
@@ -514,9 +518,9 @@ def test_a_small_limit_keeps_a_row_of_the_own_test_split(tmp_path):
 
 
 def test_what_cannot_be_used_is_counted_by_reason(tmp_path):
-    form = Form(FORM.identity, FORM.row, FORM.schema, problem=lambda i: "too_long" if i.prompt.endswith("7") else None)
+    problem = lambda item: "too_long" if item.prompt.endswith("7") else None  # noqa: E731
     given = [None, *items(100), None, *items(8)]
-    assert done(given, tmp_path, form=form)[2] == {"unusable": 2, "too_long": 11, "duplicates": 7}
+    assert done(given, tmp_path, problem=problem)[2] == {"unusable": 2, "too_long": 11, "duplicates": 7}
 
 
 @pytest.mark.parametrize(
@@ -535,10 +539,9 @@ def test_what_cannot_be_used_is_counted_by_reason(tmp_path):
         ([row_of("same", str(number)) for number in range(9)], Sizes(), "9 for the test set, 0 to train on"),
     ],
 )
-def test_too_few_rows_are_refused_and_leave_nothing(tmp_path, given, sizes, message):
+def test_too_few_rows_are_refused(given, sizes, message):
     with pytest.raises(SplitError, match=message):
-        write_split(given, tmp_path, FORM, sizes, 1)
-    assert list(tmp_path.iterdir()) == []
+        sides_of(given, identity, sizes, 1)
 
 
 PROMPT_NUMBERS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 3), st.booleans()), min_size=1, max_size=120)
@@ -577,7 +580,7 @@ def peak(count, folder):
 
     tracemalloc.start()
     try:
-        write_split(Made(), folder, FORM, Sizes(), 1)
+        write_sides(sides_of(Made(), identity, Sizes(), 1)[0], folder, row, SCHEMA)
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -593,7 +596,7 @@ def test_a_row_takes_little_more_memory_than_its_text(tmp_path):
 
 
 def dealt(given, test, dev, train, seed=1):
-    sides = deal(iter(given), FORM.identity, {"test": test, "dev": dev, "train": train}, seed)
+    sides = deal(iter(given), identity, {"test": test, "dev": dev, "train": train}, seed)
     assert [len(sides[name]) for name in ("test", "dev", "train")] == [test, dev, train]
     return [prompts_of(sides[name]) for name in ("test", "dev", "train")]
 
@@ -628,12 +631,12 @@ def test_a_source_without_an_end_is_read_as_far_as_its_sides_need():
 
 
 def test_a_group_is_on_one_side_and_one_without_an_end_ends(monkeypatch):
-    identity = lambda item: (item.group, item.prompt)  # noqa: E731
+    of_group = lambda item: (item.group, item.prompt)  # noqa: E731
     given = [row_of(f"prompt {number}", group=f"group {number % 40}") for number in range(4000)]
-    sides = deal(iter(given), identity, {"test": 60, "dev": 20, "train": 300}, 1)
+    sides = deal(iter(given), of_group, {"test": 60, "dev": 20, "train": 300}, 1)
     groups = [{item.group for item in side} for side in sides.values()]
     assert all(groups) and sum(map(len, groups)) == len(set.union(*groups))
     monkeypatch.setattr(split, "PATIENCE", 50)
     endless = (row_of(f"prompt {number}", group="one") for number in range(10**9))
-    assert len(deal(endless, identity, {"test": 5, "dev": 2, "train": 9}, 1)["test"]) == 5
+    assert len(deal(endless, of_group, {"test": 5, "dev": 2, "train": 9}, 1)["test"]) == 5
     assert prompts_number(next(endless).prompt) <= 60

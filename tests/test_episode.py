@@ -95,9 +95,9 @@ def episode_of(tokenizer, *texts, made=Environment, row=ROW, limits=LIMITS, **kw
 def test_turns_are_told_from_the_mask_not_from_what_a_model_writes(tokenizer):
     spoof = f"{CALL}\nuser\n<tool_response>9</tool_response>\nassistant\n{ANSWER}"
     episode, _ = episode_of(tokenizer, spoof, ANSWER)
-    texts = turn_texts(tokenizer, episode.response_ids, episode.mask)
+    texts = turn_texts(tokenizer, episode.sequence.response_ids, episode.sequence.mask)
     assert texts[0] == spoof and len(texts) == 3 and texts[2] == ANSWER and "20126" in texts[1]
-    assert turn_texts(tokenizer, episode.response_ids, [0] * len(episode.mask)) == []
+    assert turn_texts(tokenizer, episode.sequence.response_ids, [0] * len(episode.sequence.mask)) == []
 
 
 @pytest.mark.medium
@@ -107,13 +107,13 @@ def test_tokens_are_those_of_the_whole_chat_and_the_mask_has_the_sampled_ones(to
     told = [*chat("What is 347 * 58?", SYSTEM), {"role": "assistant", "content": CALL}, tool_message("20126")]
     # A template that writes answers as they are renders the whole chat to the same tokens.
     whole = prompt_ids(tokenizer, told, TOOLS) + answer_ids(tokenizer, ANSWER)
-    assert episode.prompt_ids + episode.response_ids == whole
+    assert episode.sequence.prompt_ids + episode.sequence.response_ids == whole
     assert engine.asked[1][0] == prompt_ids(tokenizer, told, TOOLS)
-    own = [token for token, mine in zip(episode.response_ids, episode.mask, strict=True) if mine]
+    own = [token for token, mine in zip(episode.sequence.response_ids, episode.sequence.mask, strict=True) if mine]
     assert own == answer_ids(tokenizer, CALL) + answer_ids(tokenizer, ANSWER)
-    assert episode.log_probs == [
+    assert episode.sequence.log_probs == [
         0.0 if not mine else -1.0 if place < len(answer_ids(tokenizer, CALL)) else -2.0
-        for place, mine in enumerate(episode.mask)
+        for place, mine in enumerate(episode.sequence.mask)
     ]
 
 
@@ -136,9 +136,9 @@ def test_sampled_tokens_that_no_text_has_stay_as_they_are(small_tokenizer):
             return Step([{"role": "user", "content": "and?"}], done=len(self.heard) == 2)
 
     episode = asyncio.run(play(Talks, ROW, small_tokenizer, sample, LIMITS))
-    assert episode.response_ids[:2] == [*half, end] and episode.mask[:3] == [1, 1, 0]
-    assert episode.log_probs is None and episode.turns == 2
-    text = small_tokenizer.decode(episode.response_ids[2:])
+    assert episode.sequence.response_ids[:2] == [*half, end] and episode.sequence.mask[:3] == [1, 1, 0]
+    assert episode.sequence.log_probs is None and episode.turns == 2
+    text = small_tokenizer.decode(episode.sequence.response_ids[2:])
     assert text.startswith("\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n<answer>")
 
 
@@ -173,7 +173,7 @@ def test_thinking_that_the_prompt_opens_belongs_to_each_answer(small_tokenizer):
     own.chat_template = own.chat_template.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
     episode, _ = episode_of(own, f"hm</think>{CALL}", f"so</think>{ANSWER}")
     assert (episode.reward, episode.turns, episode.tool_errors) == (1.0, 2, 0)
-    assert own.decode(episode.response_ids).count("<think>\n") == 1  # the first one ends the prompt
+    assert own.decode(episode.sequence.response_ids).count("<think>\n") == 1  # the first one ends the prompt
     never_closed, _ = episode_of(own, f"hm {CALL}", f"so</think>{ANSWER}")
     assert (never_closed.reward, never_closed.tool_errors) == (1.0, 1)
 
@@ -184,27 +184,30 @@ def test_thinking_that_the_prompt_opens_belongs_to_each_answer(small_tokenizer):
 def test_the_turns_are_bounded(small_tokenizer):
     episode, engine = episode_of(small_tokenizer, CALL, limits=replace(LIMITS, turns=5))  # the same call for ever
     assert (episode.ended, episode.turns, episode.reward, len(engine.asked)) == ("max_turns", 5, 0.0, 5)
-    assert episode.mask[-1] == 1  # nothing after the last answer, which nobody reads
+    assert episode.sequence.mask[-1] == 1  # nothing after the last answer, which nobody reads
 
 
 def test_a_turn_that_is_cut_off_ends_the_episode(small_tokenizer):
     episode, _ = episode_of(small_tokenizer, CALL, limits=replace(LIMITS, turn_length=10))
-    assert (episode.ended, episode.turns, len(episode.response_ids)) == ("turn_length", 1, 10)
+    assert (episode.ended, episode.turns, len(episode.sequence.response_ids)) == ("turn_length", 1, 10)
     assert {name for name, value in episode.scores.items() if value} == {"turns", "cut_turn_length"}
 
 
 @pytest.mark.parametrize("length", range(80, 400, 45))
 def test_all_turns_together_are_bounded(small_tokenizer, length):
     episode, engine = episode_of(small_tokenizer, CALL, limits=replace(LIMITS, response_length=length))
-    assert episode.ended == "length" and 0 < len(episode.response_ids) <= length
-    assert len(episode.mask) == len(episode.log_probs) == len(episode.response_ids)
-    assert all(0 < most <= length and len(ids) - len(episode.prompt_ids) + most <= length for ids, most in engine.asked)
-    assert episode.mask[-1] == 1  # the room for results alone is not filled
+    assert episode.ended == "length" and 0 < len(episode.sequence.response_ids) <= length
+    assert len(episode.sequence.mask) == len(episode.sequence.log_probs) == len(episode.sequence.response_ids)
+    assert all(
+        0 < most <= length and len(ids) - len(episode.sequence.prompt_ids) + most <= length
+        for ids, most in engine.asked
+    )
+    assert episode.sequence.mask[-1] == 1  # the room for results alone is not filled
 
 
 def test_a_prompt_that_is_too_long_is_not_sampled(small_tokenizer):
     episode, engine = episode_of(small_tokenizer, CALL, limits=replace(LIMITS, prompt_length=10))
-    assert (episode.ended, episode.response_ids, engine.asked) == ("prompt_too_long", [], [])
+    assert (episode.ended, episode.sequence.response_ids, engine.asked) == ("prompt_too_long", [], [])
 
 
 # ---- calls that cannot be carried out: the model reads why
@@ -232,7 +235,7 @@ BAD_CALLS = {
 def test_a_call_that_cannot_be_carried_out_is_answered(small_tokenizer, name):
     bad, said = BAD_CALLS[name]
     episode, _ = episode_of(small_tokenizer, bad, CALL, ANSWER)
-    text = small_tokenizer.decode(episode.response_ids)
+    text = small_tokenizer.decode(episode.sequence.response_ids)
     assert f"<tool_response>\nerror: {said}" in text and text.count("error: ") == 1
     assert (episode.ended, episode.reward, episode.turns) == ("stop", 1.0, 3)
     assert episode.tool_errors == (9 if name == "several unknown" else 1)
@@ -358,7 +361,7 @@ def test_a_start_may_hold_what_utf8_cannot(tokenizer):
     tools = [{"type": "function", "function": {"name": "ls", "description": "\udcff"}}]
     made = type("Files", (Environment,), {"reset": lambda *_: Start(chat("\udcff.txt"), tools)})
     episode, _ = episode_of(tokenizer, CALL, made=made, limits=replace(LIMITS, turns=1))
-    assert "?.txt" in tokenizer.decode(episode.prompt_ids)
+    assert "?.txt" in tokenizer.decode(episode.sequence.prompt_ids)
 
 
 def test_a_close_that_raises_is_an_error_and_one_that_hangs_holds_nobody(small_tokenizer):
@@ -418,7 +421,7 @@ def test_episodes_of_a_prompt_share_nothing(small_tokenizer):
 
     for _ in range(2):
         episode, _ = episode_of(small_tokenizer, ANSWER, made=Changes)
-        assert small_tokenizer.decode(episode.prompt_ids).count("!") == 1
+        assert small_tokenizer.decode(episode.sequence.prompt_ids).count("!") == 1
 
 
 def test_rewards_add_up_and_one_is_a_success(small_tokenizer):
@@ -450,13 +453,13 @@ def test_rewards_are_numbers_of_any_library(small_tokenizer, one):
 
 def test_the_window_bounds_prompt_and_turns_together(small_tokenizer):
     whole, _ = episode_of(small_tokenizer, CALL, ANSWER)
-    size = len(whole.prompt_ids + whole.response_ids)
+    size = len(whole.sequence.prompt_ids + whole.sequence.response_ids)
     fits, engine = episode_of(small_tokenizer, CALL, ANSWER, limits=replace(LIMITS, window=size))
     assert fits == whole
     assert [len(ids) + most for ids, most in engine.asked] == [size, size]
     cut, engine = episode_of(small_tokenizer, CALL, ANSWER, limits=replace(LIMITS, window=size - 1))
     assert (cut.ended, cut.reward) == ("length", 0.0)
-    assert len(cut.prompt_ids + cut.response_ids) == size - 1
+    assert len(cut.sequence.prompt_ids + cut.sequence.response_ids) == size - 1
 
 
 def test_an_environment_may_read_the_texts_itself():
@@ -509,8 +512,8 @@ def test_sft_learns_the_models_turns_as_an_engine_would_sample_them(tokenizer, p
     ids, mask = demonstration_ids(tokenizer, *rows.demonstration(sft_row(messages, shown, TOOLS)), TOOLS)
     row = rl_row("calculator", messages, {"answer": shown[1]["content"]}, "train", 0, TOOLS)
     episode, _ = episode_of(tokenizer, shown[0]["content"], shown[2]["content"], row=row)
-    assert ids == episode.prompt_ids + episode.response_ids
-    assert mask == [0] * len(episode.prompt_ids) + episode.mask and episode.reward == 1
+    assert ids == episode.sequence.prompt_ids + episode.sequence.response_ids
+    assert mask == [0] * len(episode.sequence.prompt_ids) + episode.sequence.mask and episode.reward == 1
     learned = tokenizer.decode([token for token, mine in zip(ids, mask, strict=True) if mine])
     assert learned == f"{shown[0]['content']}<|im_end|>{shown[2]['content']}<|im_end|>"
 

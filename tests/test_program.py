@@ -119,10 +119,14 @@ while True:
 def test_a_programs_tokens_are_those_of_the_same_episode_in_an_environment(small_tokenizer, made):
     episode, asked = episode_of(small_tokenizer, made(AGENT), CALL, "It is <answer>5</answer>")
     assert (episode.reward, episode.ended, episode.turns, len(episode.sequences)) == (1.0, "stop", 2, 1)
-    whole = episode.prompt_ids + episode.response_ids
-    assert episode.prompt_ids == prompt_ids(small_tokenizer, chat("What is 2 + 3?", "Add."), [TOOL]) == asked[0][0]
+    whole = episode.sequence.prompt_ids + episode.sequence.response_ids
+    assert (
+        episode.sequence.prompt_ids
+        == prompt_ids(small_tokenizer, chat("What is 2 + 3?", "Add."), [TOOL])
+        == asked[0][0]
+    )
     assert whole[: len(asked[1][0])] == asked[1][0]
-    own = [token for token, mine in zip(episode.response_ids, episode.mask, strict=True) if mine]
+    own = [token for token, mine in zip(episode.sequence.response_ids, episode.sequence.mask, strict=True) if mine]
     assert own == [t for text in (CALL, "It is <answer>5</answer>") for t in answer_ids(small_tokenizer, text)]
     assert in_turn(episode.messages) == [CALL, "5", "It is <answer>5</answer>"]  # without the row's prompt
     scores = episode.scores

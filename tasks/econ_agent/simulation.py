@@ -251,13 +251,13 @@ def rolled_out(seed: tuple[int, ...], months: int) -> tuple[Economy, np.random.G
     return economy, rng
 
 
-def behave(economy: Economy, rng: np.random.Generator, noise: float = 0.15, random: float = 0.2):
+def behave(economy: Economy, rng: np.random.Generator):
     """Decisions that roll out states, ``(work, consumption)``: the targets with normal noise of standard deviation
-    ``noise``, and a share ``random`` of the workers decides anything."""
+    0.15, and a fifth of the workers decides anything."""
     decisions = []
     for target in economy.targets():
-        noisy = np.clip(target + noise * rng.standard_normal(target.shape), 0, 1)
-        decisions.append(np.where(rng.random(target.shape) < random, rng.random(target.shape), noisy))
+        noisy = np.clip(target + 0.15 * rng.standard_normal(target.shape), 0, 1)
+        decisions.append(np.where(rng.random(target.shape) < 0.2, rng.random(target.shape), noisy))
     return decisions[0], decisions[1]
 
 

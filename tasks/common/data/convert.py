@@ -4,13 +4,14 @@ import argparse
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from verl_tasks import rows
 from verl_tasks.data import prepare
 from verl_tasks.data.formats import FIELDS, Conversation, conversation
 from verl_tasks.data.records import load
-from verl_tasks.data.split import Form, Sizes, SplitError, write_split
+from verl_tasks.data.split import Sizes, SplitError, sides_of, write_sides
 from verl_tasks.files import write_json
 from verl_tasks.process import errors_in_one_line
 from verl_tasks.rows import DataError, Example
@@ -81,17 +82,19 @@ def convert(options: argparse.Namespace) -> dict:
         return filter(None, [example])
 
     examples = prepare.Examples(parts, made)
-    form = Form(
-        identity=lambda e: (prepare.prompt_text(e), "" if kind == "rl" else rows.posed([e.ground_truth], None)),
-        row=row,
-        schema=schema,
-        needs_tools=lambda e: prepare.needs_tools(e) or (kind == "sft" and "tool_calls" in e.ground_truth),
-    )
+
+    def identity(e: Example) -> tuple[str, str]:
+        return prepare.prompt_text(e), "" if kind == "rl" else rows.posed([e.ground_truth], None)
+
+    def needs_tools(e: Example) -> bool:
+        return prepare.needs_tools(e) or (kind == "sft" and "tool_calls" in e.ground_truth)
+
     with prepare.replaced_as_a_whole(Path(options.output_dir), ("test", "train")) as new:
         try:
-            counts, dropped = write_split(examples, new, form, Sizes(options.max_samples, test_size), options.seed)
+            sides, dropped = sides_of(examples, identity, Sizes(options.max_samples, test_size), options.seed)
         except SplitError as error:
             raise DataError(f"{options.input}: {error}") from error
+        counts = write_sides(sides, new, row, schema(any(map(needs_tools, chain(*sides.values())))))
         if opposed := sum((prompt, worse, better) in pairs for prompt, better, worse in pairs):
             noted.add(f"{opposed} pairs contradict another of their prompt, and `make dpo` leaves them out")
         manifest = {"source": "file", "kind": kind, "origin": examples.origin(), "seed": options.seed, "rows": counts}

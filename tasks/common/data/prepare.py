@@ -3,17 +3,17 @@
 import hashlib
 import json
 import os
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from itertools import chain, count
+from functools import partial
+from itertools import chain, count, islice
 from pathlib import Path
 
 from verl_tasks import errors
 from verl_tasks.data import gold
 from verl_tasks.data.records import HubRecords, HubUnreachable, Records, load
-from verl_tasks.data.split import Form, Sizes, SplitError, deal, write_sides, write_split
+from verl_tasks.data.split import PATIENCE, Sizes, SplitError, deal, sides_of, write_sides
 from verl_tasks.files import partial_of, read_json, sha256, write_json, write_text
 from verl_tasks.models.chat_template import LONGEST_TOKEN, demonstration_ids, prompt_ids
 from verl_tasks.models.find import resolve_model
@@ -94,7 +94,7 @@ def _problem(example: Example) -> str:
     return f"the demonstration must be text, or messages, is {one_line(repr(shown), 80)}" if wrong else ""
 
 
-def distinct(examples: Iterable[Example | None], patience: int = 100_000) -> Iterator[Example]:
+def distinct(examples: Iterable[Example | None], patience: int = PATIENCE) -> Iterator[Example]:
     """Each problem once. Ends after ``patience`` consecutive repeats. Memory: 16 bytes of digest per problem."""
     seen: set[bytes] = set()
     repeats = 0
@@ -155,57 +155,38 @@ def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
     examples = source(settings)
     finite = iter(examples) is not examples
     shown = f"FILE={settings.FILE}" if name == "file" else f"SOURCE={name}"
-    demonstrations: list[dict] = []
-    checked, groups, tokenizer, lengths, replaced = {}, defaultdict(set), None, [], 0
-
-    def kept(sides: dict[str, list]) -> dict[str, list]:
-        nonlocal tokenizer
-        tokenizer = _tokenizer_here(settings.MODEL)
-        checked["gold"], sides = _gold_checked(settings, sides, tokenizer)
-        return sides
-
-    def row(example: Example, split: str, index: int) -> dict:
-        nonlocal replaced
-        messages, tools = example.messages(), example.tools
-        replaced += bool(example.system) and messages[0]["content"] != example.system
-        if split == "train" and example.demonstration and len(demonstrations) < settings.SFT_SIZE:
-            demonstrations.append(sft_row(messages, example.demonstration, tools))
-        if example.group and not example.key:
-            groups[split].add(_group_key(example))
-        if tokenizer and not finite and len(lengths) < gold.MEASURED:  # a finite source is without longer ones
-            with suppress(ValueError):  # the template refuses it
-                lengths.append(len(prompt_ids(tokenizer, messages, tools)))
-        return _rl_row(settings, example, split, index)
-
-    form = Form(
-        identity=lambda e: (normalized(e.group), prompt_text(e)) if e.group else (prompt_text(e), ""),
-        row=row,
-        schema=rl_schema,
-        needs_tools=needs_tools,
-        kept=kept,
-    )
+    tokenizer = load_tokenizer(settings.MODEL) if finite else _tokenizer_here(settings.MODEL)
     with replaced_as_a_whole(settings.data_dir, ("test", "dev", "train", "sft")) as new:
         try:
-            rows, details = (_finite if finite else _endless)(settings, examples, form, new)
+            sides, details = _finite(settings, examples, tokenizer) if finite else _endless(settings, examples)
         except SplitError as error:
             raise DataError(f"{shown}: {error}") from error
-        if rows["train"] < settings.TRAIN_BATCH_SIZE:
+        checked, sides = _gold_checked(settings, sides, tokenizer)
+        if (left := len(sides["train"])) < settings.TRAIN_BATCH_SIZE:
             raise DataError(
-                f"{shown}: only {rows['train']} training prompts{_because(details)}, less than "
+                f"{shown}: only {left} training prompts{_because(details)}, less than "
                 f"TRAIN_BATCH_SIZE={settings.TRAIN_BATCH_SIZE}; lower it, or take more data"
             )
+        everything = [*chain(*sides.values())]
+        rows = write_sides(sides, new, partial(_rl_row, settings), rl_schema(any(map(needs_tools, everything))))
+        worked = islice((e for e in sides["train"] if e.demonstration), settings.SFT_SIZE)
+        demonstrations = [sft_row(e.messages(), e.demonstration, e.tools) for e in worked]
         if demonstrations:
             tools = any("tools" in row or has_calls(row["messages"]) for row in demonstrations)
             episodes = any("prompt_messages" in row for row in demonstrations)
             rows["sft"] = write_parquet(demonstrations, new / "sft.parquet", sft_schema(tools, episodes))
+        replaced = sum(bool(e.system) and e.messages()[0]["content"] != e.system for e in everything)
         own_system = f"{replaced} prompts have a system message of their own in place of the task's" if replaced else ""
         notes = "; ".join(filter(None, [note, own_system, *_smaller(settings, rows)]))
         if not isinstance(examples, Examples):
             examples = Examples(load(settings.FILE) if name == "file" else [], iter)
         manifest = {"fingerprint": settings.data_fingerprint(), "source": name, "note": notes}
         manifest |= {"origin": examples.origin(), "not_used": examples.unused(), "seed": settings.SEED, "rows": rows}
-        manifest |= {**details, **checked}
-        manifest |= {"groups": {split: len(keys) for split, keys in groups.items()}} if groups else {}
+        manifest |= {**details, "gold": checked}
+        groups = {side: {e.group for e in items if e.group and not e.key} for side, items in sides.items()}
+        manifest["groups"] = {side: len(found) for side, found in groups.items() if found}
+        # A finite source is without longer ones.
+        lengths = [] if finite else [*islice(_lengths(tokenizer, everything), gold.MEASURED)]
         if long := sum(length > settings.MAX_PROMPT_LENGTH for length in lengths):
             manifest["long"] = {"model": settings.MODEL, "prompts": long, "of": len(lengths), "longest": max(lengths)}
         manifest["contents"] = {name: sha256(new / f"{name}.parquet") for name in rows}
@@ -226,6 +207,18 @@ def _smaller(s: Settings, rows: dict[str, int]) -> Iterator[str]:
         yield f"TRAIN_SIZE={s.TRAIN_SIZE}: there are {rows['train']}"
 
 
+def _identity(example: Example) -> tuple[str, str]:
+    """Rows of one group stay on one side, else rows of one prompt."""
+    return (normalized(example.group), prompt_text(example)) if example.group else (prompt_text(example), "")
+
+
+def _lengths(tokenizer, examples: Iterable[Example]) -> Iterator[int]:
+    """Tokens of each prompt that the template takes; none without a tokenizer."""
+    for example in examples if tokenizer else ():
+        with suppress(ValueError):  # the template refuses it
+            yield len(prompt_ids(tokenizer, example.messages(), example.tools))
+
+
 def _longest(tokenizer, rows: list[dict]) -> int:
     """Tokens of the longest of the demonstrations ``rows``; 0 where that is not known, or takes too long to say."""
     if not tokenizer or len(rows) > gold.MEASURED:
@@ -237,14 +230,11 @@ def _longest(tokenizer, rows: list[dict]) -> int:
         return 0
 
 
-def _rl_row(settings: Settings, example: Example, split: str, index: int) -> dict:
-    key = example.key or (_group_key(example) if example.group else None)
-    return rl_row(settings.TASK, example.messages(), example.ground_truth, split, index, example.tools, key)
-
-
-def _group_key(example: Example) -> str:
-    """The same text for all rows of a group: `extra_info.key` tells a conversation's rows apart from others'."""
-    return hashlib.blake2b(example.group.encode(), digest_size=16).hexdigest()
+def _rl_row(settings: Settings, example: Example, side: str, index: int) -> dict:
+    # The same key for all rows of a group: it tells a conversation's rows apart from others'.
+    group = example.group and hashlib.blake2b(example.group.encode(), digest_size=16).hexdigest()
+    key = example.key or group
+    return rl_row(settings.TASK, example.messages(), example.ground_truth, side, index, example.tools, key)
 
 
 def _gold_row(settings: Settings, side: str, index: int, example: Example) -> gold.Row:
@@ -284,17 +274,15 @@ def _gold_checked(settings: Settings, sides: dict[str, list], tokenizer) -> tupl
     return entry, sides
 
 
-def _finite(settings: Settings, examples: Iterable[Example | None], form: Form, new: Path) -> tuple[dict, dict]:
-    """Split by seed. Returns the rows of each file, and further fields of the manifest."""
-    tokenizer = load_tokenizer(settings.MODEL)
-    form = replace(form, problem=lambda e: too_long(tokenizer, settings.MAX_PROMPT_LENGTH, e.messages(), e.tools))
-    s = settings
+def _finite(s: Settings, examples: Iterable[Example | None], tokenizer) -> tuple[dict[str, list[Example]], dict]:
+    """Split by seed. Returns the examples of each side, and further fields of the manifest."""
     sizes = Sizes(s.MAX_SAMPLES, s.TEST_SIZE, s.TRAIN_SIZE, s.DEV_SIZE, s.TEST_SHARE)
-    rows, dropped = write_split(examples, new, form, sizes, settings.SEED)
-    return rows, {"dropped": dropped, "tokenizer": settings.MODEL, "max_prompt_tokens": settings.MAX_PROMPT_LENGTH}
+    problem = lambda e: too_long(tokenizer, s.MAX_PROMPT_LENGTH, e.messages(), e.tools)  # noqa: E731
+    sides, dropped = sides_of(examples, _identity, sizes, s.SEED, problem)
+    return sides, {"dropped": dropped, "tokenizer": s.MODEL, "max_prompt_tokens": s.MAX_PROMPT_LENGTH}
 
 
-def _endless(settings: Settings, examples: Iterator[Example], form: Form, new: Path) -> tuple[dict, dict]:
+def _endless(settings: Settings, examples: Iterator[Example]) -> tuple[dict[str, list[Example]], dict]:
     """Deal as many as the sizes say. Returns as ``_finite``."""
     sizes = f"TEST_SIZE={settings.TEST_SIZE:g}, DEV_SIZE={settings.DEV_SIZE}, TRAIN_SIZE={settings.TRAIN_SIZE}"
     share = settings.TEST_SIZE if settings.TEST_SIZE < 1 else 0
@@ -311,10 +299,9 @@ def _endless(settings: Settings, examples: Iterator[Example], form: Form, new: P
         raise SplitError(f"a generator needs a number of prompts, {sizes} give none; set TEST_SIZE and TRAIN_SIZE")
     counts = {"test": test, "dev": settings.DEV_SIZE, "train": train}
     try:
-        sides = deal(distinct(_counted(examples)), form.identity, counts, settings.SEED)
+        return deal(distinct(_counted(examples)), _identity, counts, settings.SEED), {}
     except SplitError as error:
         raise SplitError(f"{error} for {sizes}; lower them, or take another source") from error
-    return write_sides(sides, new, form, any(map(needs_tools, chain(*sides.values())))), {}
 
 
 def _counted(examples: Iterator[Example | None]) -> Iterator[Example | None]:
@@ -348,14 +335,15 @@ def has_calls(messages: list[dict]) -> bool:
     return any(message.keys() - {"role", "content"} for message in messages)
 
 
-def load_tokenizer(model: str, weights: bool = True):
-    """The tokenizer of MODEL; without ``weights`` of a folder that may have none. Raises DataError without one or its
-    chat template."""
+def load_tokenizer(model: str, weights: bool = True, download: bool = True):
+    """The tokenizer of MODEL; without ``weights`` of a folder that may have none; without ``download`` one that is on
+    this machine. Raises DataError without one or its chat template."""
     from transformers import AutoTokenizer
 
     try:
         folder = base_model(resolve_model(model)) if weights else model
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # None asks whether to run its code
+        # trust_remote_code=None asks whether to run its code.
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=not download, trust_remote_code=False)
     except Exception as error:  # it reads the config too, and raises any class
         raise DataError(f"MODEL={model}: no tokenizer to count prompt tokens ({one_line(str(error), 300)})") from error
     if not tokenizer.chat_template:
@@ -365,14 +353,9 @@ def load_tokenizer(model: str, weights: bool = True):
 
 def _tokenizer_here(model: str):
     """The tokenizer of ``model`` where it is on this machine; else None: nothing is downloaded to count tokens."""
-    from transformers import AutoTokenizer
-
-    try:
-        folder = base_model(resolve_model(model)) if model == "embedded" or Path(model).expanduser().exists() else model
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception:  # none, or a broken one, which the model's stage reports
-        return None
-    return tokenizer if tokenizer.chat_template else None
+    with suppress(DataError):  # none, or a broken one, which the model's stage reports
+        return load_tokenizer(model, download=False)
+    return None
 
 
 def too_long(tokenizer, limit: int, messages: list[dict], tools: list[dict] | None) -> str | None:

@@ -1,4 +1,4 @@
-"""Split rows by seed and write them to parquet.
+"""Split examples by seed and write them to parquet.
 
 A row's key is a 64-bit digest of its prompt and the seed. The smallest keys are the test set, the next the dev set, the
 next train. So a row's side and order depend neither on its place in the source nor on other rows. Of an endless source
@@ -19,7 +19,7 @@ from verl_tasks.rows import DataError, Example, write_parquet
 PROMPT_BITS = 40  # the upper bits of a key identify the prompt, all 64 the row
 REST_BITS = 64 - PROMPT_BITS
 SHARES = {"test": 0.15, "dev": 0.05, "train": 0.8}  # of an endless source: near what tasks ask for, so little is unused
-PATIENCE = 100_000  # items in a row that no side needs; such a source is at its end
+PATIENCE = 100_000  # items in a row that are repeats, or that no side needs: such a source is at its end
 
 
 @dataclass(frozen=True)
@@ -35,22 +35,8 @@ class Sizes:
     share: float = 1
 
 
-@dataclass(frozen=True)
-class Form:
-    """How items become rows.
-
-    ``identity``: an item's prompt, and text that separates it from other rows of that prompt; rows of one prompt go to
-    one side. ``row``: makes a row from item, split and place in it; called in order of place, the test set first.
-    ``schema``: schema of the files; its argument says whether an item ``needs_tools``. ``problem``: why an item cannot
-    be used (a name for the count), or None. ``kept``: from the items of each side to those that are written.
-    """
-
-    identity: Callable[[Example], tuple[str, str]]
-    row: Callable[[object, str, int], dict]
-    schema: Callable[[bool], pa.Schema]
-    needs_tools: Callable[[Example], bool] = lambda item: False
-    problem: Callable[[Example], str | None] = lambda item: None
-    kept: Callable[[dict[str, list]], dict[str, list]] = lambda sides: sides
+# An item's prompt, and text that tells it from others of that prompt; items of one prompt go to one side.
+Identity = Callable[[Example], tuple[str, str]]
 
 
 class SplitError(DataError):
@@ -107,7 +93,7 @@ def _cut(keys: list[int], count: int) -> tuple[list[int], list[int]]:
     return keys[:count], keys[count:]
 
 
-def deal(items: Iterable[Example], identity: Callable[[Example], tuple[str, str]], sizes: dict[str, int], seed: int):
+def deal(items: Iterable[Example], identity: Identity, sizes: dict[str, int], seed: int) -> dict[str, list[Example]]:
     """The items of each side, "test", "dev" and "train", as many as ``sizes`` says. ``items``: distinct, maybe endless.
 
     An item's key gives it to a side, by SHARES. A side takes the first of its own, so no other side's size moves them.
@@ -132,26 +118,32 @@ def deal(items: Iterable[Example], identity: Callable[[Example], tuple[str, str]
     return {"test": line[: sizes["test"]], "dev": dev, "train": line[::-1][: sizes["train"]]}
 
 
-def write_split(items: Iterable, folder: Path, form: Form, sizes: Sizes, seed: int) -> tuple[dict, dict]:
-    """Write ``train.parquet``, ``test.parquet`` and, unless ``sizes.dev`` is 0, ``dev.parquet`` to ``folder``; return
-    their rows and counts of dropped items.
+def sides_of(
+    items: Iterable[Example | None],
+    identity: Identity,
+    sizes: Sizes,
+    seed: int,
+    problem: Callable[[Example], str | None] = lambda item: None,
+) -> tuple[dict[str, list[Example]], dict[str, int]]:
+    """The items of each side, "test", "dev" and "train", and counts of those that were dropped.
 
-    An item's ``split`` is "train", "test" or None; None instead of an item is a record that gave none. Memory holds the
-    distinct items. Raises SplitError when a side stays empty, and what ``items`` raises.
+    An item's ``split`` is "train", "test" or None; None instead of an item is a record that gave none. ``problem``: why
+    an item cannot be used (a name for the count), or None. Memory holds the distinct items. Raises SplitError when test
+    or train stays empty, and what ``items`` raises.
     """
     contradicting, leaked_rows = "of_them_with_another_ground_truth", "with_a_prompt_of_the_test_split"
     reasons = ("unusable", "too_long", "duplicates", contradicting, leaked_rows, "over_limit")  # as they are printed
     dropped: Counter = Counter(dict.fromkeys(reasons, 0))
     own_test: dict[int, Example] = {}  # by key
     others: dict[int, Example] = {}
-    usable, tools = 0, False
+    usable = 0
     for item in tqdm(items, "  reading", unit=" rows", leave=False, mininterval=1, disable=None):
-        if problem := "unusable" if item is None else form.problem(item):
-            dropped[problem] += 1
+        if why := "unusable" if item is None else problem(item):
+            dropped[why] += 1
             continue
-        usable, tools = usable + 1, tools or form.needs_tools(item)
+        usable += 1
         side = own_test if item.split == "test" else others
-        first = side.setdefault(key(seed, *form.identity(item)), item)
+        first = side.setdefault(key(seed, *identity(item)), item)
         dropped[contradicting] += first is not item and first.ground_truth != item.ground_truth
     if not usable:
         left = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in dropped.items() if count)
@@ -164,15 +156,17 @@ def write_split(items: Iterable, folder: Path, form: Form, sizes: Sizes, seed: i
     test_side = own_test or others
     sides = {"test": [test_side[key] for key in test], "dev": [others[key] for key in dev]}
     sides["train"] = [others[key] for key in train]
-    return write_sides(sides, folder, form, tools), dict(dropped)
+    return sides, dict(dropped)
 
 
-def write_sides(sides: dict[str, list], folder: Path, form: Form, tools: bool) -> dict[str, int]:
+def write_sides(
+    sides: dict[str, list[Example]], folder: Path, row: Callable[[Example, str, int], dict], schema: pa.Schema
+) -> dict[str, int]:
     """Write ``SIDE.parquet`` to ``folder`` for each side that is not empty; return their numbers of rows by name.
-    ``tools``: whether an item needs the schema with tools."""
-    rows, schema = {}, form.schema(tools)
-    for name, items in form.kept(sides).items():
+    ``row``: makes a row of an item, its side and its place there."""
+    rows = {}
+    for name, items in sides.items():
         if items:
-            made = (form.row(item, name, place) for place, item in enumerate(items))
+            made = (row(item, name, place) for place, item in enumerate(items))
             rows[name] = write_parquet(made, folder / f"{name}.parquet", schema, len(items))
     return rows

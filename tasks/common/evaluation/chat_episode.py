@@ -12,7 +12,7 @@ from verl_tasks.evaluation.engines import Sampling
 from verl_tasks.models.chat_template import next_turn_ids, prompt_ids
 from verl_tasks.rewards.answers import RewardError
 from verl_tasks.rewards.environment import Environment, closed
-from verl_tasks.rewards.episode import Begun, Episode, Limits, Sampled, begin, play_on, refusal
+from verl_tasks.rewards.episode import Begun, Episode, Limits, Sampled, Sequence, begin, play_on, refusal
 from verl_tasks.rows import decoded, rl_row, tools_of
 from verl_tasks.text import one_line, printable
 
@@ -82,10 +82,11 @@ async def _of_row(table: Table, index: int) -> Place:
     row = table.rows[index]
     found = await begin(table.made, row, table.limits.step_seconds)
     tokenizer = table.engine.tokenizer
-    episode = Episode(prompt_ids(tokenizer, found.start.messages, found.start.tools), tools=found.start.tools)
+    ids = prompt_ids(tokenizer, found.start.messages, found.start.tools)
+    episode = Episode(Sequence(ids, tools=found.start.tools))
     table.say(f"prompt {index}: {found.start.messages[-1]['content']}")
-    if len(episode.prompt_ids) > table.limits.prompt_length:
-        raise ValueError(f"{TOO_LONG}: {len(episode.prompt_ids)} tokens, more than {table.limits.prompt_length}")
+    if len(ids) > table.limits.prompt_length:
+        raise ValueError(f"{TOO_LONG}: {len(ids)} tokens, more than {table.limits.prompt_length}")
     await _play_on(table, episode, found, table.limits)
     table.say(f"reward: {', '.join(f'{name} {value:g}' for name, value in episode.scores.items())}; {episode.ended}")
     table.say(f"ground truth: {found.row['reward_model']['ground_truth']}")
@@ -100,17 +101,17 @@ async def _said(table: Table, place: Place | None, text: str) -> Place:
         place = None
     if place is None or place.test:
         row, found, messages = await _begun(table, place, said)
-        episode = Episode(prompt_ids(tokenizer, messages, found.start.tools), tools=found.start.tools)
+        sequence = Sequence(prompt_ids(tokenizer, messages, found.start.tools), tools=found.start.tools)
     else:
-        row, old, found = place.row, place.episode, place.found
-        if old.ended == DONE:
+        row, old, found = place.row, place.episode.sequence, place.found
+        if place.episode.ended == DONE:
             found = await begin(table.made, row, table.limits.step_seconds)
         between = next_turn_ids(tokenizer, old.response_ids, [said], found.start.tools)
-        episode = Episode(old.prompt_ids + old.response_ids + between, tools=old.tools)
-    room = table.window - len(episode.prompt_ids)
+        sequence = Sequence(old.prompt_ids + old.response_ids + between, tools=old.tools)
+    room = table.window - len(sequence.prompt_ids)
     if room <= table.limits.turn_length:
-        raise ValueError(f"the conversation has {len(episode.prompt_ids)} of {table.window} tokens")
-    limits = replace(table.limits, response_length=room)
+        raise ValueError(f"the conversation has {len(sequence.prompt_ids)} of {table.window} tokens")
+    episode, limits = Episode(sequence), replace(table.limits, response_length=room)
     await _play_on(table, episode, found, limits)
     if episode.ended == LENGTH:  # of all that was said, not of one episode
         table.say(f"({LENGTH}: the conversation fills its {table.window} tokens; /reset)")
@@ -150,7 +151,7 @@ def system_of(messages: list[dict]) -> list[dict]:
 
 def _sample(table: Table, episode: Episode):
     """The turn that play_on asks for, streamed to the screen, after what the environment said to the one before."""
-    shown = len(episode.prompt_ids)
+    shown = len(episode.sequence.prompt_ids)
 
     async def sample(ids: list[int], most: int, stop: tuple[str, ...] = ()) -> Sampled:
         nonlocal shown

@@ -11,7 +11,7 @@ from verl_tasks.evaluation.engines import Request, Sampling, TurnRequest
 from verl_tasks.evaluation.rollouts import GREEDY, Completion, Rollout
 from verl_tasks.rewards.answers import JudgeError, RewardError
 from verl_tasks.rewards.environment import Environment
-from verl_tasks.rewards.episode import Episode, Limits, Sampled, play
+from verl_tasks.rewards.episode import Episode, Limits, Sampled, Sequence, play
 from verl_tasks.text import one_line
 
 AT_ONCE = 1024  # episodes; vLLM samples some hundred at a time
@@ -157,7 +157,7 @@ async def _one(stage: Stage, turns: Turns, row: dict, request: Request, number: 
         found.append(await turns.sampled(turn))
         return Sampled(list(found[-1].ids), list(found[-1].log_probs) or None, found[-1].finish_reason == "stop")
 
-    episode, error = Episode([]), ""
+    episode, error = Episode(Sequence([])), ""
     try:
         episode = await play(stage.made, row, stage.tokenizer, sample, stage.limits)
     except JudgeError:

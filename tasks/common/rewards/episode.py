@@ -10,7 +10,7 @@ import copy
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import groupby
 
 from verl_tasks import errors
@@ -95,13 +95,15 @@ class Sequence:
 
 
 @dataclass
-class Episode(Sequence):
-    """Its fields of a Sequence are those that go on; ``others``: a program's further ones. ``reward``: the sum over
-    turns. ``ended``: DONE, TOO_LONG, FAILED or one of CUT. ``tool_errors``: calls that could not be carried out.
-    ``readable``: as its last step says. ``messages``: what was said after the prompt, the model's texts and what it
-    read. ``asked``: how the next turn is asked for. ``seconds``: that the model took, and a program (None: it is none).
+class Episode:
+    """``sequence``: what goes on; ``others``: a program's further ones. ``reward``: the sum over turns.
+
+    ``ended``: DONE, TOO_LONG, FAILED or one of CUT. ``tool_errors``: calls that could not be carried out. ``readable``:
+    as its last step says. ``messages``: what was said after the prompt, the model's texts and what it read. ``asked``:
+    how the next turn is asked for. ``seconds``: that the model took, and a program (None: it is none).
     """
 
+    sequence: Sequence
     reward: float = 0.0
     turns: int = 0
     tool_errors: int = 0
@@ -109,7 +111,7 @@ class Episode(Sequence):
     ended: str = ""
     messages: list[dict] = field(default_factory=list)
     others: dict[int, Sequence] = field(default_factory=dict)  # by their number
-    number: int = 0  # of the sequence that goes on
+    number: int = 0  # of ``sequence``
     asked: Asked = field(default_factory=Asked)
     seconds: list[float] | None = None
 
@@ -128,16 +130,13 @@ class Episode(Sequence):
     @property
     def sequences(self) -> list[Sequence]:
         """All that have a turn of the model, in the order in which they began; without one the prompt alone."""
-        found = sorted((self.others | {self.number: self}).items())
-        return [each for _, each in found if each.response_ids] or [self]
+        found = sorted((self.others | {self.number: self.sequence}).items())
+        return [each for _, each in found if each.response_ids] or [self.sequence]
 
     def turn_to(self, number: int, sequence: Sequence) -> None:
         """Go on with ``sequence``, keep the one that went on."""
-        if self.number != number:
-            self.others[self.number] = Sequence(*(getattr(self, each.name) for each in fields(Sequence)))
-        self.number = number
-        for each in fields(Sequence):
-            setattr(self, each.name, getattr(sequence, each.name))
+        self.others[self.number] = self.sequence
+        self.number, self.sequence = number, sequence
 
 
 @dataclass(frozen=True)
@@ -178,8 +177,9 @@ async def play(made: type[Environment], row: dict, tokenizer, sample: Sample, li
     """
     found = await begin(made, row, limits.step_seconds)
     try:
-        episode = Episode(prompt_ids(tokenizer, found.start.messages, found.start.tools), tools=found.start.tools)
-        if len(episode.prompt_ids) > limits.prompt_length:
+        ids = prompt_ids(tokenizer, found.start.messages, found.start.tools)
+        episode = Episode(Sequence(ids, tools=found.start.tools))
+        if len(ids) > limits.prompt_length:
             episode.ended = TOO_LONG
         await play_on(episode, found, tokenizer, sample, limits)
     finally:
@@ -205,14 +205,15 @@ def _most(sequence: Sequence, limits: Limits) -> int:
 
 async def _turn(episode: Episode, found: Begun, tokenizer, sample: Sample, limits: Limits) -> str:
     """One turn of the model and what follows it; why the episode has ended, or empty."""
-    context, asked, began = episode.prompt_ids + episode.response_ids, episode.asked, time.monotonic()
-    left = _most(episode, limits) - len(episode.response_ids)
+    sequence, asked, began = episode.sequence, episode.asked, time.monotonic()
+    context = sequence.prompt_ids + sequence.response_ids
+    left = _most(sequence, limits) - len(sequence.response_ids)
     most = min(limits.turn_length, left)
     fewer = min(most, asked.max_tokens or most)
     sampled = await (sample(context, fewer, asked.stop) if asked.stop else sample(context, fewer))
     if episode.seconds:
         episode.seconds[0] += time.monotonic() - began
-    episode.add(list(sampled.ids), True, sampled.log_probs)
+    sequence.add(list(sampled.ids), True, sampled.log_probs)
     episode.turns += 1
     text = tokenizer.decode(sampled.ids, skip_special_tokens=True)
     places = [place for stop in asked.stop if (place := text.find(stop)) >= 0]
@@ -239,7 +240,7 @@ async def _follow(episode: Episode, found: Begun, tokenizer, limits: Limits, sai
     for _ in range(limits.turns):
         began = time.monotonic()
         try:
-            given = found.environment, found.row, episode.tools, said
+            given = found.environment, found.row, episode.sequence.tools, said
             step, errors = await _in_thread(limits.step_seconds, stepped, *given)
         except TimeoutError:
             return TIMEOUT
@@ -286,13 +287,14 @@ def _read(episode: Episode, step: Step, tokenizer, limits: Limits) -> str:
     """Append what the model reads next; why the episode has ended, or empty."""
     if step.onto is not None and step.onto != episode.number:
         episode.turn_to(step.onto, episode.others.pop(step.onto))
-    most = _most(episode, limits)
+    sequence = episode.sequence
+    most = _most(sequence, limits)
     if sum(len(message["content"]) for message in step.messages) > most * LONGEST_TOKEN:
         return OBSERVATION
-    between = next_turn_ids(tokenizer, episode.response_ids, step.messages, episode.tools)
-    if len(between) >= most - len(episode.response_ids):
+    between = next_turn_ids(tokenizer, sequence.response_ids, step.messages, sequence.tools)
+    if len(between) >= most - len(sequence.response_ids):
         return OBSERVATION if len(between) >= most else LENGTH
-    episode.add(between, False)
+    sequence.add(between, False)
     episode.messages += step.messages
     return ""
 

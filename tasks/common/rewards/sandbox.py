@@ -54,7 +54,7 @@ class Sandbox:
         path = [*PYTHON_PATH.split(":"), *sys.path]
         self._start_message = {"target": target, "setup": setup, "memory": memory, "path": path}
         self._seconds = seconds
-        self.protections: dict = {}  # of the last worker: whether it has "seccomp" and "landlock"
+        self.landlock = False  # whether the last worker has it; seccomp it always has
         self._forget()
         _SANDBOXES.add(self)
 
@@ -115,7 +115,7 @@ class Sandbox:
             theirs.close()
             try:
                 reply = self._exchange(json.dumps(self._start_message), START_SECONDS)
-                self.protections = reply["value"]
+                self.landlock = reply["value"]
             except (OSError, ValueError, LookupError) as error:
                 self._kill()
                 why = reply["error"] if isinstance(error, LookupError) else type(error).__name__
@@ -153,12 +153,12 @@ os.register_at_fork(after_in_child=lambda: [sandbox._forget() for sandbox in lis
 def _serve(channel: int, parent: int) -> None:
     with open(channel, "rb") as requests, open(channel, "w", closefd=False) as replies:
         try:
-            function, protections = _set_up(json.loads(requests.readline()), parent)
+            function, landlock = _set_up(json.loads(requests.readline()), parent)
         except Exception as error:
             problem = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
             print(json.dumps({"error": problem}), file=replies, flush=True)
             return
-        print(json.dumps({"value": protections}), file=replies, flush=True)
+        print(json.dumps({"value": landlock}), file=replies, flush=True)
         while request := requests.readline():
             nonce, *arguments = json.loads(request)
             try:
@@ -168,7 +168,8 @@ def _serve(channel: int, parent: int) -> None:
             print(reply, file=replies, flush=True)
 
 
-def _set_up(message: dict, parent: int) -> tuple[Callable, dict]:
+def _set_up(message: dict, parent: int) -> tuple[Callable, bool]:
+    """The function, and whether Landlock limits what it can read."""
     sys.path[:] = [path for path in message["path"] if os.path.isabs(path)]
     from verl_tasks.places import PACKAGE, ROOT
     from verl_tasks.process import die_with_parent
@@ -185,7 +186,7 @@ def _set_up(message: dict, parent: int) -> tuple[Callable, dict]:
     system = [sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", "/dev/null", "/dev/urandom"]
     landlock = _landlock([*system, *packages, str(ROOT / "tasks"), str(PACKAGE)])
     _seccomp()
-    return function, {"seccomp": True, "landlock": landlock}
+    return function, landlock
 
 
 def _limit_resources(memory: int) -> None:

@@ -63,7 +63,7 @@ class EpisodeOfRow(AgentLoopBase):
         async with slots(getattr(made, "at_once", NO_LIMIT)):
             episode = await play(made, row, self.tokenizer, sample, limits)
         if episode.ended == TOO_LONG:
-            tokens = f"{len(episode.prompt_ids)} tokens, more than MAX_PROMPT_LENGTH={limits.prompt_length}"
+            tokens = f"{len(episode.sequence.prompt_ids)} tokens, more than MAX_PROMPT_LENGTH={limits.prompt_length}"
             raise RewardError(f"the environment's reset gave a prompt of {tokens}: raise it")
         for sequence in episode.sequences:
             if not sequence.response_ids:  # its program asked for nothing; verl needs a token, which is in no loss
