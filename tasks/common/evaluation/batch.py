@@ -154,7 +154,7 @@ def batch(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
     room = window(model, s.MAX_NEW_TOKENS) - s.MAX_NEW_TOKENS
     how = replace(sampling(s), greedy=False, max_prompt_tokens=room)
     job = Job.of(s, model, file, how)
-    rollouts = sampled({"batch": job}, artifacts() / "batch" / s.TASK, scoring)[0]["batch"]
+    rollouts = sampled({"batch": job}, artifacts() / "batch" / s.TASK, scoring)["batch"]
     write_table(output, answers(rows, rollouts))
     scores = [r.reward["score"] for r in rollouts if r.reward]
     too_long = sum(r.finish_reason == TOO_LONG for r in rollouts)

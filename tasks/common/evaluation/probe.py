@@ -231,7 +231,7 @@ def probe(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
     job = Job.of(s, model, s.train_file, replace(sampling(s), greedy=False), s.LIMIT)
     root = artifacts() / "probe" / s.TASK
     folder, label = job.folder(root), model_name(model)
-    rollouts = sampled({label: job}, root, scoring)[0][label]
+    rollouts = sampled({label: job}, root, scoring)[label]
     trained = run_of(model, s.runs_dir)
     warmed = bool(trained) and recorded(trained).get("kind") == "sft"
     result = probed(rollouts, prompts := by_prompt(rollouts), bounds(s), warmed, scoring.most)
