@@ -252,9 +252,9 @@ def rows_of(s: Settings, count: int) -> list[Row]:
     for place, row in enumerate(read_rows(s.train_file, READ)):
         shown = "\n".join(message.get("content") or "" for message in row["prompt"])
         truth, extra = row["reward_model"]["ground_truth"], row if s.multi_turn else row["extra_info"]
-        rows.append(Row(shown, truth, demonstrations.get(place), row["data_source"], extra))
+        rows.append(Row(shown, truth, demonstrations.get(place, ""), row["data_source"], extra))
     random.Random(s.SEED).shuffle(rows)
-    return sorted(rows, key=lambda row: row.demonstration is None)[:count]
+    return sorted(rows, key=lambda row: not row.demonstration)[:count]
 
 
 class _Progress:
