@@ -139,7 +139,7 @@ def test_long_texts_and_many_rows_are_cut(run_dir, store):
     monitor.Follower(store).update()
     texts = [trace["messages"][1]["content"] for trace in samples(store, 2)]
     assert len(texts) == monitor.SAMPLES["rollouts"]
-    assert all(len(text) < monitor.LONGEST + 50 and "100000 characters" in text for text in texts)
+    assert all(len(text) < monitor.LONGEST + 50 and "92000 characters left out" in text for text in texts)
 
 
 def test_what_no_screen_should_get_is_left_out_of_a_sample(run_dir, store):

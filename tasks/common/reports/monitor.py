@@ -28,7 +28,7 @@ from verl_tasks.runs.folder import all_runs, readable
 from verl_tasks.runs.run import read_metrics
 from verl_tasks.runs.secrets import masked_values
 from verl_tasks.settings import Command, SettingsError, artifacts, load_settings
-from verl_tasks.text import printable
+from verl_tasks.text import printable, without_middle
 
 SECONDS = 3  # between two looks at the runs
 # Of a step's rollouts, a validation, an evaluation, so many samples are shown.
@@ -78,8 +78,7 @@ def _traces(part: str, samples: Iterator[Sample], step: int) -> dict[str, list]:
     from trackio import Trace
 
     def cut(text: str) -> str:
-        text = printable(text)
-        return text if len(text) <= LONGEST else f"{text[:LONGEST]} ... ({len(text)} characters)"
+        return without_middle(printable(text), LONGEST)
 
     traces = []
     for each in islice(samples, SAMPLES[part]):
