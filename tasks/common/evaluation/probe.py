@@ -25,7 +25,6 @@ RARE = 0.03  # accuracy of a start below which RL sees too few right answers; fr
 MOSTLY = 0.5  # share of samples that are cut off above which that is why few are right
 UPSIDE_DOWN = "right samples earn no more than wrong ones of the same prompt"
 SMALL = "small, but of most prompts the samples differ: enough where a method divides by their deviation, as GRPO does"
-VERDICT_HEADER = ["", "", "value", "good range", "meaning"]
 
 
 @dataclass(frozen=True)
@@ -122,14 +121,6 @@ def verdicts(
         Verdict("groups with zero variance", zero_variance, "below 0.50", good[2], zero_words[good[2]]),
         Verdict("signal without a right answer", partial, "below 0.50", good[3], partial_words[good[3]]),
         Verdict("truncated", truncated, "below 0.30", good[4], cut_words[good[4]]),
-    ]
-
-
-def verdict_rows(result: dict) -> list[list[str]]:
-    """The verdicts of probe.json as rows under VERDICT_HEADER."""
-    return [
-        ["ok" if v["good"] else "!", v["name"], f"{v['value']:.3f}", v["threshold"], v["words"]]
-        for v in result["verdicts"]
     ]
 
 
@@ -246,7 +237,9 @@ def probe(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
         mean = str(Estimate(values["value"], values["low"], values["high"]))
         rows.append([name, mean, *(f"{values[q]:.3f}" if q in values else "" for q in ("p10", "p50", "p90"))])
     show_table(title, ["per prompt", "mean [95 % interval]", "p10", "median", "p90"], rows)
-    show_table("verdict", VERDICT_HEADER, verdict_rows(result))
+    found = [Verdict(**each) for each in result["verdicts"]]
+    cells = [["ok" if v.good else "!", v.name, f"{v.value:.3f}", v.threshold, v.words] for v in found]
+    show_table("verdict", ["", "", "value", "good range", "meaning"], cells)
     show(f"=> {result['conclusion']}\n  {folder}/probe.json, probe.png, rollouts.jsonl")
     errors = report_errors(rollouts)
     if command.FILTER:
