@@ -42,12 +42,12 @@ def by_prompt(rollouts: list[Rollout]) -> pd.DataFrame:
     """One row per prompt, from the scored samples: ``samples``, ``accuracy``, ``score``, its population
     ``variance``, ``entropy`` (nats), ``truncated``, and the ``pull``: GRPO's mean absolute advantage, 0 to 1."""
     table = summary.by_prompt(rollouts)
-    scored = ((r["index"], r["reward"]["acc"], r["reward"]["score"]) for r in summary.as_dicts(rollouts))
-    rewards = pd.DataFrame(scored, columns=["index", "acc", "score"]).groupby("index")
+    scored = ((r["index"], r["reward"]["score"]) for r in summary.as_dicts(rollouts))
+    scores = pd.DataFrame(scored, columns=["index", "score"]).groupby("index")["score"]
     # By definition, equal scores give exactly 0.
-    variance = rewards["score"].agg(lambda scores: np.var(scores) if np.ptp(scores) else 0.0)
-    pull = rewards["score"].agg(lambda s: np.abs(s - s.mean()).mean() / np.std(s) if np.ptp(s) else 0.0)
-    parts = {"samples": rewards.size(), "accuracy": rewards["acc"].mean(), "score": table["score"]}
+    variance = scores.agg(lambda s: np.var(s) if np.ptp(s) else 0.0)
+    pull = scores.agg(lambda s: np.abs(s - s.mean()).mean() / np.std(s) if np.ptp(s) else 0.0)
+    parts = {"samples": scores.size(), "accuracy": table["pass@1"], "score": table["score"]}
     parts |= {"variance": variance, "entropy": table["entropy"], "truncated": table["truncated"]}
     return pd.DataFrame(parts | {"pull": pull})
 
@@ -161,21 +161,18 @@ def probed(
     found = verdicts(
         **means, zero_variance=zero, partial=partial_credit(prompts), earns=premium(rollouts), cuts=cuts, warmed=warmed
     )
-    of = summary.conversations_of(rollouts)[prompts.index]
-    estimates = {
-        "accuracy": summary.estimate(prompts["accuracy"].rename("pass@1"), rollouts, of),
-        "score": summary.estimate(prompts["score"], rollouts, of, most),
-        "variance": bootstrap_mean(prompts["variance"].to_numpy(), of.to_numpy()),
-        "entropy": summary.estimate(prompts["entropy"], rollouts, of),
-    }
+    summarized, of = summary.summarize(rollouts, most=most), summary.conversations_of(rollouts)[prompts.index]
+    estimates = {name: summarized["metrics"][name] for name in ("score", "entropy")}
+    estimates["accuracy"] = summarized["metrics"]["pass@1"]
+    estimates["variance"] = asdict(bootstrap_mean(prompts["variance"].to_numpy(), of.to_numpy()))
     counts, edges = np.histogram(prompts["accuracy"], bins=np.linspace(0, 1, 11))
     return {
-        **summary.summarize(rollouts, most=most),
+        **summarized,
         "conclusion": conclusion(found, cuts, warmed),
         "verdicts": [asdict(verdict) for verdict in found],
         "distributions": {
-            name: asdict(mean) | {f"p{q}": float(np.percentile(prompts[name], q)) for q in (10, 50, 90)}
-            for name, mean in estimates.items()
+            name: estimates[name] | {f"p{q}": float(np.percentile(prompts[name], q)) for q in (10, 50, 90)}
+            for name in ("accuracy", "score", "variance", "entropy")
         },
         "accuracy_histogram": {"edges": edges.round(1).tolist(), "prompts": counts.tolist()},
         "zero_variance_groups": zero,
