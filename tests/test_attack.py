@@ -49,7 +49,7 @@ def rows_of(examples, count: int = 24) -> list[Row]:
         Row(
             example.messages()[-1]["content"],
             example.ground_truth if isinstance(example.ground_truth, str) else json.dumps(example.ground_truth),
-            example.demonstration,
+            example.demonstration or "",
         )
         for example in islice((example for example in examples if example), count)
     ]
@@ -388,7 +388,7 @@ def test_a_search_that_can_see_little_says_so():
         return reward_function(score)
 
     assert attacked(paying(0.7), plain(), 20).blind and not attacked(paying(0.5), plain(), 20).blind
-    assert attacked(paying(0.5), [replace(row, demonstration=None) for row in plain()], 20).blind
+    assert attacked(paying(0.5), [replace(row, demonstration="") for row in plain()], 20).blind
 
 
 def test_the_tasks_own_check_is_stricter(monkeypatch):
@@ -452,7 +452,7 @@ def test_json_is_changed_only_where_it_ends_the_answer():
     call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     emptied = with_values(f"<think>{{}}</think>{call}", lambda found: {})
     assert emptied == '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
-    for kept in ('{"a": 1}\n#### 5', "#### 5", "\\boxed{5}", call.replace('"a": 1', ""), "", None):
+    for kept in ('{"a": 1}\n#### 5', "#### 5", "\\boxed{5}", call.replace('"a": 1', ""), ""):
         assert with_values(kept, lambda found: {}) is None, kept
 
 

@@ -181,8 +181,8 @@ def test_what_was_there_before_others_were_sampled_is_not_read_again(tmp_path, m
     monkeypatch.setattr(sample, "run", lambda *_, **__: sample_of("new"))
     monkeypatch.setattr(sample, "check_chat", lambda *_: None)
     monkeypatch.setattr(sample, "load", lambda job, *given: read.append(job.model) or load(job, *given))
-    found, anew = sample.sampled(jobs, tmp_path, scoring)
-    assert [*found] == ["old", "new"] and all(len(rollouts) == 1 for rollouts in found.values()) and anew
+    found = sample.sampled(jobs, tmp_path, scoring)
+    assert [*found] == ["old", "new"] and all(len(rollouts) == 1 for rollouts in found.values())
     assert read == ["old", "new", "new"]
 
 

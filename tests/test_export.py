@@ -114,7 +114,7 @@ def test_what_cannot_be_read_is_one_line_and_leaves_no_folder(s, run_dir, small_
         export.export(s, command(tmp_path / "out"), run_dir, str(torn))
     for file in run_dir.parents[2].glob("eval/*/*/summary.json"):  # as another version may write them
         file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "left_out"}))
-    with pytest.raises(SettingsError, match=r"RUN=mine: cannot be read \(KeyError: 'left_out'\)"):
+    with pytest.raises(SettingsError, match=r"/mine: cannot be read \(KeyError: 'left_out'\); correct or remove it"):
         export.export(s, command(tmp_path / "out"), run_dir, str(small_model))
     assert not (tmp_path / "out").exists()
 

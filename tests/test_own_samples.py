@@ -153,7 +153,7 @@ def test_pairs_follow_the_trainings_seed_and_demonstrations_that_of_the_data(tmp
     def sampled(jobs, root, scoring):
         job = jobs["samples"]
         seen.append((job.sampling.seed, tuple(pq.read_table(job.rows)["prompt"].to_pylist())))
-        return {"samples": []}, False
+        return {"samples": []}
 
     monkeypatch.setattr(self_samples, "sampled", sampled)
     for seed in (42, 43):

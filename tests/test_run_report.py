@@ -393,7 +393,7 @@ def test_without_rollouts_the_samples_are_of_the_evaluation(settings):
     assert page.blocks["Samples"] == [f"user: {HOSTILE[0]}", "a", "b\nc", "3"]
     assert "1 of 1 responses of the evaluation of step 1" in page.text["Samples"]
     (folder / "rollouts.jsonl").write_text("[1]\n")
-    with pytest.raises(SettingsError, match=r"^RUN=mine: cannot be read \("):
+    with pytest.raises(SettingsError, match=r"/mine: cannot be read \("):
         run_report.write(run_dir)
 
 
@@ -426,7 +426,7 @@ def test_lines_that_are_no_rollout_are_skipped_and_the_last_step_that_has_any_is
     write_rollouts(run_dir, [], 11)
     assert report(run_dir).blocks["Samples"][1] == "of step 10"
     (run_dir / "rollouts/11.jsonl").write_text("[" * 100_000 + "\n")
-    with pytest.raises(SettingsError, match=r"^RUN=mine: cannot be read \(RecursionError"):
+    with pytest.raises(SettingsError, match=r"/mine: cannot be read \(RecursionError"):
         run_report.write(run_dir)
 
 

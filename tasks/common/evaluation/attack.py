@@ -30,7 +30,7 @@ from verl_tasks.guarded import Guarded, Result, asks_judge
 from verl_tasks.rewards.answers import JudgeError, read_ground_truth
 from verl_tasks.rewards.environment import SUCCESS, Environment, replayed
 from verl_tasks.rewards.judge import Judge
-from verl_tasks.rows import chat_text, demonstration, read_rows
+from verl_tasks.rows import demonstration, read_rows, solved
 from verl_tasks.settings import Command, Settings, SettingsError, artifacts
 from verl_tasks.text import one_line
 
@@ -244,18 +244,17 @@ def run(search: Search, seed: int, judged: bool = False, tries: float = float("i
 def rows_of(s: Settings, count: int) -> list[Row]:
     """``count`` of the first training prompts, chosen by SEED, those with a demonstration first."""
     demonstrations = {}
-    if (s.data_dir / "sft.parquet").is_file():
-        for row in read_rows(s.data_dir / "sft.parquet", READ):
-            messages, first = demonstration(row)
-            answers = [each["content"] for each in messages[first:] if each["role"] == "assistant"]
-            demonstrations[chat_text(row["messages"][:first])] = TURN.join(answers)
+    for place, _, row in solved(s.train_file, s.data_dir / "sft.parquet", READ):
+        messages, first = demonstration(row)
+        answers = (each["content"] for each in messages[first:] if each["role"] == "assistant")
+        demonstrations[place] = TURN.join(answers)
     rows = []
-    for row in read_rows(s.train_file, READ):
+    for place, row in enumerate(read_rows(s.train_file, READ)):
         shown = "\n".join(message.get("content") or "" for message in row["prompt"])
-        truth, own = row["reward_model"]["ground_truth"], demonstrations.get(chat_text(row["prompt"]))
-        rows.append(Row(shown, truth, own, row["data_source"], row if s.multi_turn else row["extra_info"]))
+        truth, extra = row["reward_model"]["ground_truth"], row if s.multi_turn else row["extra_info"]
+        rows.append(Row(shown, truth, demonstrations.get(place, ""), row["data_source"], extra))
     random.Random(s.SEED).shuffle(rows)
-    return sorted(rows, key=lambda row: row.demonstration is None)[:count]
+    return sorted(rows, key=lambda row: not row.demonstration)[:count]
 
 
 class _Progress:

@@ -18,7 +18,6 @@ from verl_tasks.files import check_writable, write_text
 from verl_tasks.rewards.episode import refusal
 from verl_tasks.rows import DataError, chat, messages_problem, read_rows, rl_row, rl_schema, write_parquet
 from verl_tasks.settings import Command, Settings, SettingsError, artifacts, fingerprint
-from verl_tasks.text import encodable
 
 
 def _xlsx_rows(path: Path) -> list[dict]:
@@ -134,9 +133,7 @@ def write_table(path: Path, rows: list[dict]) -> None:
 
 
 def _cell(value):
-    """A message list as JSON text; what pandas takes of a text."""
-    text = json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value
-    return encodable(text) if isinstance(text, str) else text
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value
 
 
 def batch(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
@@ -154,7 +151,7 @@ def batch(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
     room = window(model, s.MAX_NEW_TOKENS) - s.MAX_NEW_TOKENS
     how = replace(sampling(s), greedy=False, max_prompt_tokens=room)
     job = Job.of(s, model, file, how)
-    rollouts = sampled({"batch": job}, artifacts() / "batch" / s.TASK, scoring)[0]["batch"]
+    rollouts = sampled({"batch": job}, artifacts() / "batch" / s.TASK, scoring)["batch"]
     write_table(output, answers(rows, rollouts))
     scores = [r.reward["score"] for r in rollouts if r.reward]
     too_long = sum(r.finish_reason == TOO_LONG for r in rollouts)

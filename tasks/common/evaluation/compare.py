@@ -106,7 +106,7 @@ def compare(s: Settings, scoring: Scoring, base: str, *warm_up_and_trained: str)
     root = artifacts() / "eval" / s.TASK
     jobs = {label: test_job(s, model) for label, model in models.items()}
     once = {job: label for label, job in jobs.items()}  # the same model is sampled once: it has one file
-    found_once, _ = sampled({label: job for job, label in once.items()}, root, scoring)
+    found_once = sampled({label: job for job, label in once.items()}, root, scoring)
     rollouts = {label: found_once[once[job]] for label, job in jobs.items()}
     folder = artifacts() / "compare" / s.TASK / "--".join(job.folder(root).name for job in jobs.values())
     found, changes = result(rollouts, models, scoring)

@@ -99,7 +99,7 @@ def experiment(s: Settings, scoring: Scoring, models: dict[str, str]) -> int:
     completions on which the reward raised."""
     root = artifacts() / "eval" / s.TASK
     arms = arms_of([label for label in models if label != START])
-    rollouts, _ = sampled({label: test_job(s, model) for label, model in models.items()}, root, scoring)
+    rollouts = sampled({label: test_job(s, model) for label, model in models.items()}, root, scoring)
     tables = {label: by_prompt(found) for label, found in rollouts.items()}
     best, how = _chosen(s, scoring, models, arms, tables, root)
     pairs = _paired(list(best.values()), rollouts, tables, scoring)
@@ -183,7 +183,7 @@ def _chosen(s: Settings, scoring: Scoring, models, arms: list[Arm], tables, root
     methods, dev, how = dict.fromkeys(arm.method for arm in arms), s.data_dir / "dev.parquet", ""
     if len(arms) > len(methods) and dev.is_file():
         jobs = {label: test_job(s, models[label], dev) for arm in arms for label in arm.labels}
-        tables = {label: by_prompt(rollouts) for label, rollouts in sampled(jobs, root, scoring)[0].items()}
+        tables = {label: by_prompt(rollouts) for label, rollouts in sampled(jobs, root, scoring).items()}
         how = f"the {CHOSEN_BY} on {dev.name}"
     elif len(arms) > len(methods):
         how = f"the {CHOSEN_BY} on these very test prompts: an oracle, too good to be true"

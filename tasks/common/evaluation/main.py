@@ -97,14 +97,12 @@ def summarized(
     jobs: dict[str, Job], root: Path, scoring: Scoring, summary: Callable[[list[Rollout]], dict], shown: bool = True
 ) -> tuple[dict[str, list[Rollout]], dict[str, dict]]:
     """Rollouts and ``summary`` of each job, by label. Writes summaries beside the rollouts; ``shown``: prints where."""
-    rollouts, any_sampled = sampled(jobs, root, scoring)
+    rollouts = sampled(jobs, root, scoring)
     summaries = {label: summary(rollouts[label]) for label in jobs}
     for label, job in jobs.items():
         write_json(job.folder(root) / "summary.json", {"model": job.model, **summaries[label]})
         if shown:
             show(f"  {label}: {job.model}\n    {job.folder(root)}")
-    if not any_sampled:
-        show("  up to date: nothing to sample")
     return rollouts, summaries
 
 

@@ -25,7 +25,6 @@ RARE = 0.03  # accuracy of a start below which RL sees too few right answers; fr
 MOSTLY = 0.5  # share of samples that are cut off above which that is why few are right
 UPSIDE_DOWN = "right samples earn no more than wrong ones of the same prompt"
 SMALL = "small, but of most prompts the samples differ: enough where a method divides by their deviation, as GRPO does"
-VERDICT_HEADER = ["", "", "value", "good range", "meaning"]
 
 
 @dataclass(frozen=True)
@@ -43,12 +42,12 @@ def by_prompt(rollouts: list[Rollout]) -> pd.DataFrame:
     """One row per prompt, from the scored samples: ``samples``, ``accuracy``, ``score``, its population
     ``variance``, ``entropy`` (nats), ``truncated``, and the ``pull``: GRPO's mean absolute advantage, 0 to 1."""
     table = summary.by_prompt(rollouts)
-    scored = ((r["index"], r["reward"]["acc"], r["reward"]["score"]) for r in summary.as_dicts(rollouts))
-    rewards = pd.DataFrame(scored, columns=["index", "acc", "score"]).groupby("index")
+    scored = ((r["index"], r["reward"]["score"]) for r in summary.as_dicts(rollouts))
+    scores = pd.DataFrame(scored, columns=["index", "score"]).groupby("index")["score"]
     # By definition, equal scores give exactly 0.
-    variance = rewards["score"].agg(lambda scores: np.var(scores) if np.ptp(scores) else 0.0)
-    pull = rewards["score"].agg(lambda s: np.abs(s - s.mean()).mean() / np.std(s) if np.ptp(s) else 0.0)
-    parts = {"samples": rewards.size(), "accuracy": rewards["acc"].mean(), "score": table["score"]}
+    variance = scores.agg(lambda s: np.var(s) if np.ptp(s) else 0.0)
+    pull = scores.agg(lambda s: np.abs(s - s.mean()).mean() / np.std(s) if np.ptp(s) else 0.0)
+    parts = {"samples": scores.size(), "accuracy": table["pass@1"], "score": table["score"]}
     parts |= {"variance": variance, "entropy": table["entropy"], "truncated": table["truncated"]}
     return pd.DataFrame(parts | {"pull": pull})
 
@@ -125,14 +124,6 @@ def verdicts(
     ]
 
 
-def verdict_rows(result: dict) -> list[list[str]]:
-    """The verdicts of probe.json as rows under VERDICT_HEADER."""
-    return [
-        ["ok" if v["good"] else "!", v["name"], f"{v['value']:.3f}", v["threshold"], v["words"]]
-        for v in result["verdicts"]
-    ]
-
-
 def _first(warmed: bool) -> str:
     return "train the warm-up longer (SFT_STEPS)" if warmed else "do SFT first"
 
@@ -170,21 +161,18 @@ def probed(
     found = verdicts(
         **means, zero_variance=zero, partial=partial_credit(prompts), earns=premium(rollouts), cuts=cuts, warmed=warmed
     )
-    of = summary.conversations_of(rollouts)[prompts.index]
-    estimates = {
-        "accuracy": summary.estimate(prompts["accuracy"].rename("pass@1"), rollouts, of),
-        "score": summary.estimate(prompts["score"], rollouts, of, most),
-        "variance": bootstrap_mean(prompts["variance"].to_numpy(), of.to_numpy()),
-        "entropy": summary.estimate(prompts["entropy"], rollouts, of),
-    }
+    summarized, of = summary.summarize(rollouts, most=most), summary.conversations_of(rollouts)[prompts.index]
+    estimates = {name: summarized["metrics"][name] for name in ("score", "entropy")}
+    estimates["accuracy"] = summarized["metrics"]["pass@1"]
+    estimates["variance"] = asdict(bootstrap_mean(prompts["variance"].to_numpy(), of.to_numpy()))
     counts, edges = np.histogram(prompts["accuracy"], bins=np.linspace(0, 1, 11))
     return {
-        **summary.summarize(rollouts, most=most),
+        **summarized,
         "conclusion": conclusion(found, cuts, warmed),
         "verdicts": [asdict(verdict) for verdict in found],
         "distributions": {
-            name: asdict(mean) | {f"p{q}": float(np.percentile(prompts[name], q)) for q in (10, 50, 90)}
-            for name, mean in estimates.items()
+            name: estimates[name] | {f"p{q}": float(np.percentile(prompts[name], q)) for q in (10, 50, 90)}
+            for name in ("accuracy", "score", "variance", "entropy")
         },
         "accuracy_histogram": {"edges": edges.round(1).tolist(), "prompts": counts.tolist()},
         "zero_variance_groups": zero,
@@ -231,7 +219,7 @@ def probe(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
     job = Job.of(s, model, s.train_file, replace(sampling(s), greedy=False), s.LIMIT)
     root = artifacts() / "probe" / s.TASK
     folder, label = job.folder(root), model_name(model)
-    rollouts = sampled({label: job}, root, scoring)[0][label]
+    rollouts = sampled({label: job}, root, scoring)[label]
     trained = run_of(model, s.runs_dir)
     warmed = bool(trained) and recorded(trained).get("kind") == "sft"
     result = probed(rollouts, prompts := by_prompt(rollouts), bounds(s), warmed, scoring.most)
@@ -246,7 +234,9 @@ def probe(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
         mean = str(Estimate(values["value"], values["low"], values["high"]))
         rows.append([name, mean, *(f"{values[q]:.3f}" if q in values else "" for q in ("p10", "p50", "p90"))])
     show_table(title, ["per prompt", "mean [95 % interval]", "p10", "median", "p90"], rows)
-    show_table("verdict", VERDICT_HEADER, verdict_rows(result))
+    found = [Verdict(**each) for each in result["verdicts"]]
+    cells = [["ok" if v.good else "!", v.name, f"{v.value:.3f}", v.threshold, v.words] for v in found]
+    show_table("verdict", ["", "", "value", "good range", "meaning"], cells)
     show(f"=> {result['conclusion']}\n  {folder}/probe.json, probe.png, rollouts.jsonl")
     errors = report_errors(rollouts)
     if command.FILTER:

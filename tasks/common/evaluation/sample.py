@@ -317,8 +317,8 @@ def _progress(tails: list[_Tail]) -> Progress:
     return Progress(sum(tail.lines for tail in tails), note)
 
 
-def sampled(jobs: dict[str, Job], root: Path, scoring: Scoring) -> tuple[dict[str, list[Rollout]], bool]:
-    """All rollouts of each of ``jobs`` (by label), in order, and whether any had to be sampled.
+def sampled(jobs: dict[str, Job], root: Path, scoring: Scoring) -> dict[str, list[Rollout]]:
+    """All rollouts of each of ``jobs`` (by label), in order. Says so where nothing is missing.
 
     ``job.folder(root)/rollouts.jsonl`` keeps them. A process of its own samples: its end frees the memory. Raises
     DataError, or StageFailed when the engine fails.
@@ -348,4 +348,6 @@ def sampled(jobs: dict[str, Job], root: Path, scoring: Scoring) -> tuple[dict[st
         found |= {label: load(job, files[label], scoring) for label, job in todo.items()}
         if still := {label: len(missing) for label, (_, missing) in found.items() if missing}:
             raise StageFailed(f"sampling ended, but prompts are missing: {still}\n  log: {root}/sampling.log")
-    return {label: rollouts for label, (rollouts, _) in found.items()}, bool(todo)
+    else:
+        show("  up to date: nothing to sample")
+    return {label: rollouts for label, (rollouts, _) in found.items()}

@@ -137,4 +137,4 @@ def _samples(s: Settings, scoring: Scoring, model: str, out: Path, seed: int, nu
         pq.write_table(table.take(chosen_prompts(len(table), s.SAMPLED_PROMPTS, number, seed)), partial)
     how = replace(sampling(s), n=s.ROLLOUT_N, greedy=False, temperature=s.TEMPERATURE, top_p=1.0)
     how = replace(how, max_tokens=s.MAX_RESPONSE_LENGTH, seed=seed + number - 1)
-    return sampled({"samples": Job.of(s, model, prompts, how)}, artifacts() / "samples" / s.TASK, scoring)[0]["samples"]
+    return sampled({"samples": Job.of(s, model, prompts, how)}, artifacts() / "samples" / s.TASK, scoring)["samples"]

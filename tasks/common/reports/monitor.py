@@ -24,11 +24,11 @@ from verl_tasks.machine import hardware
 from verl_tasks.process import errors_in_one_line
 from verl_tasks.reports.overview import evaluations, health_of, settings_of
 from verl_tasks.reports.samples import Sample, of_evaluation, of_step, rows
-from verl_tasks.runs.folder import UNREADABLE, all_runs
+from verl_tasks.runs.folder import all_runs, readable
 from verl_tasks.runs.run import read_metrics
 from verl_tasks.runs.secrets import masked_values
 from verl_tasks.settings import Command, SettingsError, artifacts, load_settings
-from verl_tasks.text import one_line, printable
+from verl_tasks.text import printable, without_middle
 
 SECONDS = 3  # between two looks at the runs
 # Of a step's rollouts, a validation, an evaluation, so many samples are shown.
@@ -78,8 +78,7 @@ def _traces(part: str, samples: Iterator[Sample], step: int) -> dict[str, list]:
     from trackio import Trace
 
     def cut(text: str) -> str:
-        text = printable(text)
-        return text if len(text) <= LONGEST else f"{text[:LONGEST]} ... ({len(text)} characters)"
+        return without_middle(printable(text), LONGEST)
 
     traces = []
     for each in islice(samples, SAMPLES[part]):
@@ -110,17 +109,17 @@ class Follower:
         for run_dir in all_runs():
             task, run, shown = run_dir.parent.name, run_dir.name, self.shown.get(run_dir, {})
             try:
-                if self.states.get(run_dir) == (state := changed(run_dir)):
-                    continue
-                self.states[run_dir] = state
-                now, config = look(run_dir, shown), masked_values(settings_of(run_dir))
-                if any(str(now.get(key)) != str(value) for key, value in shown.items()):  # steps trained again
-                    self.store.delete_run(task, run)
-                    shown, now = {}, look(run_dir, {})
-                self._add(task, run, {key: value for key, value in now.items() if key not in shown}, config)
-            except UNREADABLE as error:  # the others are shown
-                what = f"{type(error).__name__}: {one_line(str(error), 200)}"
-                print(f"warning: {run_dir}: cannot be read ({what})", file=sys.stderr, flush=True)
+                with readable(run_dir):
+                    if self.states.get(run_dir) == (state := changed(run_dir)):
+                        continue
+                    self.states[run_dir] = state
+                    now, config = look(run_dir, shown), masked_values(settings_of(run_dir))
+                    if any(str(now.get(key)) != str(value) for key, value in shown.items()):  # steps trained again
+                        self.store.delete_run(task, run)
+                        shown, now = {}, look(run_dir, {})
+                    self._add(task, run, {key: value for key, value in now.items() if key not in shown}, config)
+            except SettingsError as error:  # the others are shown
+                print(f"warning: {error}", file=sys.stderr, flush=True)
                 continue
             count += len(now) > len(shown)
             self.shown[run_dir] = now

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from verl_tasks.files import read_json
 from verl_tasks.process import errors_in_one_line
 from verl_tasks.runs import launches
-from verl_tasks.runs.folder import UNREADABLE, all_runs, broken_runs, named
+from verl_tasks.runs.folder import UNREADABLE, all_runs, broken_runs, named, readable
 from verl_tasks.runs.health import Finding, findings
 from verl_tasks.runs.run import read_metrics, recorded
 from verl_tasks.settings import SettingsError, artifacts
@@ -110,12 +110,10 @@ def table(task: str = "") -> str:
     broken = [f"{ERROR}{run}/settings.json is no record of a run: {why}" for run, why in broken_runs(task).items()]
     for run_dir in all_runs(task):
         try:
-            rows.append((started(run_dir), [one_line(str(cell), 80) for cell in row(run_dir)]))
-        except SettingsError as error:  # names the file, and says what to do
+            with readable(run_dir):
+                rows.append((started(run_dir), [one_line(str(cell), 80) for cell in row(run_dir)]))
+        except SettingsError as error:
             broken.append(f"{ERROR}{error}")
-        except UNREADABLE as error:
-            what = one_line(f"{type(error).__name__}: {error}", 200)
-            broken.append(f"{ERROR}{run_dir}: cannot be read ({what}); correct or remove it")
     if not rows and not broken:
         return f"no runs in {artifacts() / 'runs' / task} yet: run `make train TASK={task or 'name'}`"
     newest_first = [cells for _, cells in sorted(rows, key=lambda each: each[0], reverse=True)]

@@ -29,7 +29,8 @@ def readable(run_dir: Path) -> Iterator[None]:
     except SettingsError:
         raise
     except UNREADABLE as error:
-        raise SettingsError(f"RUN={run_dir.name}: cannot be read ({type(error).__name__}: {error})") from error
+        what = one_line(f"{type(error).__name__}: {error}", 200)
+        raise SettingsError(f"{run_dir}: cannot be read ({what}); correct or remove it") from error
 
 
 def record(
