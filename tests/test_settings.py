@@ -475,6 +475,14 @@ def test_what_is_of_another_method_is_refused_where_it_is_typed(name, value, of)
     assert load(**{name: value}).METHOD == load(GIVEN=name, **{name: ""}).METHOD == "grpo"  # of a shell; of nobody
 
 
+@pytest.mark.parametrize("name", ["CLIP_HIGH", "KL_COEF", "MINI_BATCH_SIZE"])
+def test_what_is_of_rl_is_refused_of_dpo_where_it_is_typed(name):
+    said = f"{name}=1: is for the RL methods; this is METHOD=dpo; leave {name} out"
+    assert error_of(METHOD="dpo", GIVEN=f"LR {name}", **{name: "1"}) == said
+    assert load(METHOD="dpo", GIVEN="LR", **{name: "1"}).by_pairs  # e.g. of a profile
+    assert getattr(load(GIVEN=name, **{name: "1"}), name) == 1
+
+
 def test_staleness_is_of_async():
     given = {"GIVEN": "STALENESS", "STALENESS": "3"}
     assert error_of(**given) == "STALENESS=3: is for ASYNC=colocate or separate; this is ASYNC=off; leave STALENESS out"

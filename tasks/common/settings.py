@@ -346,6 +346,7 @@ REPORTING = {"RUN", "STEPS", "SELF_PLAY_ROUNDS", "SAVE_FREQ", "TEST_FREQ", "KEEP
 REPORTING |= {"ABORT_ON", "WANDB", "LOGGER", "GPU_MEMORY_UTILIZATION", "TP", "SP", "OFFLOAD", "GOLD"}
 REPORTING |= {"N", "LIMIT", "GREEDY", "EVAL_TEMPERATURE", "TOP_P", "MAX_NEW_TOKENS", "EVAL_SEED"}
 
+OF_RL = {"CLIP_LOW", "CLIP_HIGH", "KL_COEF", "MINI_BATCH_SIZE", "ROLLOUT_CORRECTION", "ROLLOUT_DTYPE"}  # of its methods
 OF_EPISODES = {"MAX_TURNS", "MAX_TURN_LENGTH", "STEP_SECONDS", "AGENT_IMAGE"}
 # Variables that change the data alone; a training counts these by their contents.
 OF_DATA = {"SOURCE", "MAX_SAMPLES", "DIFFICULTY", "TRAIN_SIZE", "TEST_SIZE", "TEST_SHARE", "DEV_SIZE"}
@@ -558,13 +559,15 @@ def load_settings(environ: Mapping[str, str] | None = None, cls: type = Settings
 
 
 def unread(s: Settings) -> dict[str, str]:
-    """What a variable is for that a training with ``s`` does not read, by its name: those of episodes, and those whose
-    help begins with another method or `async`."""
+    """What a variable is for that a training with ``s`` does not read, by its name: those of episodes, of RL, and those
+    whose help begins with another method or `async`."""
     found = {}
     for f in fields(s):
         of = f.metadata["help"].partition(":")[0]
         if f.name in OF_EPISODES and not s.multi_turn:
             found[f.name] = f"multi-turn tasks; TASK={s.TASK} has single responses"
+        elif f.name in OF_RL and s.by_pairs:
+            found[f.name] = f"the RL methods; this is METHOD={s.METHOD}"
         elif of in METHODS and of != s.METHOD:
             found[f.name] = f"METHOD={of}; this is METHOD={s.METHOD}"
         elif of == "async" and s.ASYNC == "off":
