@@ -205,10 +205,11 @@ def test_every_variable_of_the_judge_is_known_and_no_other_of_its_prefix():
 
 
 def test_what_the_shell_exported_is_named_and_what_make_got_is_not(tmp_path):
-    environment = outside_make() | {"LR": "0.5", "N": "3", "MODEL": ""}
+    address = "http://user:secret@host/v1"
+    environment = outside_make() | {"LR": "0.5", "N": "3", "MODEL": "", "BASE_URL": address}
     command = [*MAKE, "settings", "TASK=countdown", "STACK=cpu", "STEPS=7"]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    assert result.stderr.splitlines() == ["from your environment: LR=0.5, N=3"]
+    assert result.stderr.splitlines() == ["from your environment: BASE_URL=http://***@host/v1, LR=0.5, N=3"]
     rows = {line.split()[0]: line for line in result.stdout.splitlines()}
     assert rows.keys() == Settings.__dataclass_fields__.keys()
     for name, value, source in (

@@ -36,6 +36,7 @@ from verl_tasks.rewards.answers import RewardError
 from verl_tasks.rows import DataError, validate_parquet
 from verl_tasks.runs import folder
 from verl_tasks.runs.run import Run, export
+from verl_tasks.runs.secrets import masked
 from verl_tasks.settings import Command, Settings, SettingsError, artifacts, given_arguments, load_settings, method
 from verl_tasks.stages import STAGES, Stage, own_stages, stage_of
 from verl_tasks.text import show
@@ -447,7 +448,7 @@ def say_environment() -> None:
     given = [name for name in sorted(names - set(os.environ["GIVEN"].split())) if os.environ.get(name)]
     if given:
         said = ", ".join(f"{name}={os.environ[name]}" for name in given)
-        print(f"from your environment: {said}", file=sys.stderr, flush=True)
+        print(f"from your environment: {masked(said)}", file=sys.stderr, flush=True)
 
 
 def about(job: Job) -> Job:
