@@ -741,7 +741,7 @@ def problems(s: Settings, stage: str) -> Iterator[str]:
     if s.multi_turn:
         yield from _multi_turn_problems(s)
     if stage_of(stage).plans:
-        yield from method(s.METHOD).refusals(s, [])
+        yield from method(s.METHOD).refusals(s)
         if s.ASYNC != "off":
             yield from _async_problems(s)
         if s.ROLLOUT_DTYPE != "same":

@@ -23,7 +23,7 @@ def check_training(s: Settings, arguments: list[str]) -> None:
     config = train.check_method(s, arguments)
     if problem := method(s.METHOD).models_problem(config):
         raise SettingsError(problem)
-    if said := train.warning(s, config):
+    if said := method(s.METHOD).warning(config):
         print(f"warning: {said}")
     if not complete and not s.by_pairs:
         cluster.join(s)
