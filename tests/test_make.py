@@ -189,7 +189,6 @@ def test_make_says_an_error_in_one_line(variables, said, tmp_path):
         ("train", ["JUDGE_MODLE=x"], "JUDGE_MODLE: no such variable; did you mean JUDGE_MODEL?"),
         ("new", ["REWARD=json"], 'REWARD: make new takes it as OPTIONS="reward=..."'),
         ("new", ["LR=1"], "LR: make new has no such variable"),
-        ("new", ["OPTIONS=rewrd=json"], "OPTIONS=rewrd=json: no such option; did you mean reward?"),
     ],
 )
 def test_a_variable_that_nothing_knows_is_refused(goal, given, said):
@@ -249,6 +248,7 @@ def test_config_shows_the_plan_above_the_resolved_config_and_writes_nothing(tmp_
         ({"OPTIONS": "reward=exact reward=nosuch"}, "reward=nosuch: must be one of math, exact, "),
         ({"OPTIONS": "lora=maybe"}, "lora=maybe: must be one of no, yes"),
         ({"SOURCE": "nosuch"}, "source=nosuch: must be one of generate, hub, "),
+        ({"OPTIONS": "rewrd=json"}, "OPTIONS=rewrd=json: no such option; did you mean reward?"),
         ({"OPTIONS": "reward"}, "OPTIONS=reward: has no answer; write OPTIONS=reward=answer"),
         ({"TASK": "countdown"}, "tasks/countdown: exists already; take another name"),
     ],

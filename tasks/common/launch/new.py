@@ -11,7 +11,7 @@ from pathlib import Path
 
 from verl_tasks.places import PACKAGE, ROOT
 from verl_tasks.process import errors_in_one_line
-from verl_tasks.settings import SettingsError
+from verl_tasks.settings import SettingsError, unknown
 
 
 def answers(environ: Mapping[str, str]) -> list[str]:
@@ -35,14 +35,18 @@ def answers(environ: Mapping[str, str]) -> list[str]:
     if turns and (chosen := [answer for answer in replies if answer.startswith("reward=")]):
         # The template cannot tell its first choice from an answer.
         raise SettingsError(f"{chosen[0][:80]}: with {turns} the episode makes the rewards; leave reward out")
-    questions = json.loads((PACKAGE / "template/cookiecutter.json").read_text())
+    asked = json.loads((PACKAGE / "template/cookiecutter.json").read_text())
+    questions = {name: default for name, default in asked.items() if name[0] != "_"}
     for answer in replies:
         if template := re.search(r"\{[{%#]", answer):
             raise SettingsError(f"{answer[:80]}: an answer must not contain {template[0]}, which begins a template")
         name, equals, value = answer.partition("=")
         if not equals:
             raise SettingsError(f"OPTIONS={name[:80]}: has no answer; write OPTIONS={name[:80]}=answer")
-        choices = questions.get(name)
+        if name not in questions:
+            near = unknown(name, [*map(str.upper, questions)]).lower().replace("variable", "option")
+            raise SettingsError(f"OPTIONS={answer[:80]}: {near}; there are: {', '.join(questions)}")
+        choices = questions[name]
         if isinstance(choices, list) and value not in choices:
             raise SettingsError(f"{answer[:80]}: must be one of {', '.join(choices)}")
         if name == "task" and os.path.exists(ROOT / "tasks" / value):
