@@ -351,8 +351,10 @@ def test_fingerprint_of_values_and_files(tmp_path):
 
 
 @pytest.fixture
-def sources(tmp_path):
+def sources(tmp_path, monkeypatch):
     """Function: value and source of each variable on the cpu stack, with these lines of train.sh and of a profile."""
+
+    monkeypatch.setattr(settings, "ROOT", tmp_path)
 
     def run(train_sh: str = "", profile: str = "", **given: str) -> dict[str, tuple[str, str]]:
         folder = tmp_path / "tasks/mine"
@@ -360,7 +362,7 @@ def sources(tmp_path):
         (folder / "train.sh").write_text(train_sh)
         (folder / "profiles/big.sh").write_text(profile)
         environ = {"TASK": "mine", "STACK": "cpu", **({"PROFILE": "big"} if profile else {}), **given}
-        return {name: (value.text, value.source) for name, value in values_of(environ, tmp_path).items()}
+        return {name: (value.text, value.source) for name, value in values_of(environ).items()}
 
     return run
 

@@ -472,11 +472,8 @@ def profile_file(task_dir: Path, name: str) -> Path:
     return task_dir / f"profiles/{name}.sh"
 
 
-def values_of(environ: Mapping[str, str], root: Path = ROOT) -> dict[str, Value]:
-    """The value of every variable of Settings as text, and where it comes from, with the tasks of ``root``.
-
-    Raises SettingsError.
-    """
+def values_of(environ: Mapping[str, str]) -> dict[str, Value]:
+    """The value of every variable of Settings as text, and where it comes from. Raises SettingsError."""
     given = {name: environ[name] for name in Settings.__dataclass_fields__ if environ.get(name)}
     stage, complete = environ.get("STAGE", "train"), environ.get(COMPLETE)
     if stage_of(stage).evaluates and "TEMPERATURE" in given and not complete:  # of the evaluation, then
@@ -485,7 +482,7 @@ def values_of(environ: Mapping[str, str], root: Path = ROOT) -> dict[str, Value]
     name, none = given.get("STACK", ""), {}
     module, profile, own = (stack(name) if name in STACKS else None), none, none
     if given.get("TASK") and not complete:
-        folder = root / "tasks" / given["TASK"]
+        folder = ROOT / "tasks" / given["TASK"]
         own = read_defaults(folder / "train.sh") if (folder / "train.sh").exists() else none
         profile = read_defaults(profile_file(folder, environ["PROFILE"])) if environ.get("PROFILE") else none
     of_profile = [(f"profile {environ.get('PROFILE')}", profile.get(of, none)) for of in (name, "")]
@@ -503,12 +500,8 @@ def values_of(environ: Mapping[str, str], root: Path = ROOT) -> dict[str, Value]
     def first(name: str, layers: list) -> Value | None:
         return next((Value(layer[name], source) for source, layer in layers if layer.get(name)), None)
 
-    def early(name: str) -> str:
-        """A variable that decides on layers, without them."""
-        value = first(name, [("", given), *layers, *below])
-        return value.text if value else shared[name]
-
-    if (chosen := early("METHOD")) in METHODS:
+    early = first("METHOD", [("", given), *layers, *below])
+    if (chosen := early.text if early else shared["METHOD"]) in METHODS:
         layers.append((f"METHOD={chosen}", method(chosen).DEFAULTS))
     typed, values = environ.get("GIVEN", "").split(), {}
     for name, default in shared.items():
