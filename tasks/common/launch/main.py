@@ -430,7 +430,6 @@ AT_ONCE: dict[str, Callable[[Job], None]] = {
     "settings": lambda job: show(settings.table(os.environ)),
     "doctor": lambda job: doctor.report(job.s, job.arguments),
     "rescore": rescore,
-    "one_of_many": lambda job: print(train_rounds(job.s, job.arguments)),  # of an experiment, which has the lock
 }
 # What follows its parts, in place of this process.
 LAST: dict[str, Callable[[Job], None]] = {
@@ -485,8 +484,7 @@ def refuse(job: Job) -> None:
     if goal not in (*STAGES, *own_stages(s.task_dir)):
         having = [path.parent.name for path in sorted(s.task_dir.parent.glob(f"*/{goal}.py"))]
         if not having:
-            known = sorted({*STAGES} - {"one_of_many"})
-            raise SettingsError(f"STAGE={goal}: no such stage; there are: {', '.join(known)}")
+            raise SettingsError(f"STAGE={goal}: no such stage; there are: {', '.join(sorted(STAGES))}")
         raise SettingsError(f"TASK={s.TASK}: has no {goal}.py; `make {goal}` is for {', '.join(having)}")
     if s.multi_turn and not job.stage.episodes:
         raise SettingsError(f"TASK={s.TASK}: has episodes of several turns; `make {goal}` is for single-turn tasks")
