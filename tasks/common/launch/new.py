@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shlex
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -55,12 +54,10 @@ def answers(environ: Mapping[str, str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    with errors_in_one_line(SettingsError):
+    with errors_in_one_line(SettingsError), tempfile.TemporaryDirectory() as folder:
         command = ["-o", "tasks", "--no-input", "--", str(PACKAGE / "template"), *answers(os.environ)]
-    import cookiecutter.cli
-
-    sys.tracebacklimit = 0  # a refused choice is one line
-    with tempfile.TemporaryDirectory() as folder:
         config = Path(folder, "config.yaml")  # else it reads and writes in the home folder, which may not be there
         config.write_text(json.dumps({"cookiecutters_dir": folder, "replay_dir": folder}))
+        import cookiecutter.cli
+
         cookiecutter.cli.main(["--config-file", str(config), *command], prog_name="cookiecutter")
