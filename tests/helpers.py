@@ -85,7 +85,8 @@ def exported(train_sh: Path, changes: dict[str, str]) -> dict[str, str]:
     kept = ("PATH", "HOME", "TMPDIR", *EARLY)  # without those that the server started with, no fork (warm_python.py)
     clean = {k: v for k, v in outside_make().items() if k.startswith(kept)}
     given = {**clean, "STACK": "cpu", **changes, "TASK": train_sh.parent.name}
-    values = {name: value.text for name, value in values_of(given, train_sh.parents[2]).items()}
+    with mock.patch("verl_tasks.settings.ROOT", train_sh.parents[2]):
+        values = {name: value.text for name, value in values_of(given).items()}
     return given | stack(given["STACK"]).ENVIRONMENT | values | {COMPLETE: "1", "PYTHONPATH": str(train_sh.parents[2])}
 
 

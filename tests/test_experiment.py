@@ -289,7 +289,7 @@ def test_several_trainings_at_a_time_share_the_gpus_memory_and_say_which_failed(
     python = tmp_path / "python"
     python.write_text(
         '#!/bin/sh\nset -e\ntouch "$ARTIFACTS/$METHOD-$TRAIN_SEED"\nsleep 0.5\n'
-        'echo "$# $4 $GPU_MEMORY_UTILIZATION $(ls $ARTIFACTS | grep -c pso) there"\n'
+        'echo "$# $3 $GPU_MEMORY_UTILIZATION $(ls $ARTIFACTS | grep -c pso) there"\n'
         '[ "$TRAIN_SEED-$METHOD" != 43-gspo ] || { printf "error: no threads\\n  log: x.log\\n"; exit 1; }\n'
     )
     python.chmod(0o755)
@@ -298,7 +298,7 @@ def test_several_trainings_at_a_time_share_the_gpus_memory_and_say_which_failed(
     with pytest.raises(experiments.StageFailed, match=r"^1 of 4 trainings failed: gspo@\S+#43; the same command"):
         experiments.train_at_once(runs, ["a=1"], 2)
     logs = [log.read_text() for log in sorted(tmp_path.glob("runs/countdown/*/job.log"))]
-    assert len(logs) == 4 and all(text.startswith("4 a=1 ") and " 0.3 " in text for text in logs)
+    assert len(logs) == 4 and all(text.startswith("3 a=1 ") and " 0.3 " in text for text in logs)
     assert re.findall(r"#43: (error.*) \(\d+ s\)", capsys.readouterr().out) == ["error: no threads"]
     assert (tmp_path / "gspo-43").exists()
 

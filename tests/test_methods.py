@@ -16,6 +16,7 @@ import yaml
 from tests.helpers import error_line, make
 from tests.small_runs import COMMON, TASK, check_run, metrics_of, runs_of, trained_parameters
 from verl_tasks.runs.run import recorded
+from verl_tasks.settings import OF_RL
 
 pytestmark = pytest.mark.slow
 
@@ -108,7 +109,8 @@ def test_two_seeds_of_two_methods_two_at_a_time(variables):
 @pytest.fixture(scope="module")
 def others(variables, tmp_path_factory):
     """The same beside other runs."""
-    return variables | {"ARTIFACTS": str(tmp_path_factory.mktemp("others") / "artifacts")}
+    read = {name: value for name, value in variables.items() if name not in OF_RL}
+    return read | {"ARTIFACTS": str(tmp_path_factory.mktemp("others") / "artifacts")}
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(8, marks=pytest.mark.long)])

@@ -240,7 +240,8 @@ def test_what_is_played_differs_from_the_real_run_only_in_what_is_made_smaller(p
 
 @pytest.mark.parametrize("method", ["ppo", "gspo", "egpo", "dpo", "dapo", "distill"])
 def test_every_method_has_settings_that_can_be_played(method, tmp_path):
-    own = {"TEACHER": "some/teacher"} if method == "distill" else {"KL_COEF": "0.01"}
+    of_method = {"distill": {"TEACHER": "some/teacher"}, "dpo": {"DPO_BETA": "0.2"}}
+    own = of_method.get(method, {"KL_COEF": "0.01"})
     s, texts = real(None, "current", METHOD=method, INIT="sft", TP="2", N_GPUS="2", LR_WARMUP="2", **own)
     given = rehearse.given_variables(s, texts, tmp_path / "model", tmp_path)
     assert given.pop("ARTIFACTS") == str(tmp_path)

@@ -351,8 +351,10 @@ def test_fingerprint_of_values_and_files(tmp_path):
 
 
 @pytest.fixture
-def sources(tmp_path):
+def sources(tmp_path, monkeypatch):
     """Function: value and source of each variable on the cpu stack, with these lines of train.sh and of a profile."""
+
+    monkeypatch.setattr(settings, "ROOT", tmp_path)
 
     def run(train_sh: str = "", profile: str = "", **given: str) -> dict[str, tuple[str, str]]:
         folder = tmp_path / "tasks/mine"
@@ -360,7 +362,7 @@ def sources(tmp_path):
         (folder / "train.sh").write_text(train_sh)
         (folder / "profiles/big.sh").write_text(profile)
         environ = {"TASK": "mine", "STACK": "cpu", **({"PROFILE": "big"} if profile else {}), **given}
-        return {name: (value.text, value.source) for name, value in values_of(environ, tmp_path).items()}
+        return {name: (value.text, value.source) for name, value in values_of(environ).items()}
 
     return run
 
@@ -473,6 +475,14 @@ def test_what_is_of_another_method_is_refused_where_it_is_typed(name, value, of)
     for stage in ("experiment", "eval"):  # which may have that method too; as the run was
         assert load(STAGE=stage, **given).METHOD == "grpo"
     assert load(**{name: value}).METHOD == load(GIVEN=name, **{name: ""}).METHOD == "grpo"  # of a shell; of nobody
+
+
+@pytest.mark.parametrize("name", ["CLIP_HIGH", "KL_COEF", "MINI_BATCH_SIZE"])
+def test_what_is_of_rl_is_refused_of_dpo_where_it_is_typed(name):
+    said = f"{name}=1: is for the RL methods; this is METHOD=dpo; leave {name} out"
+    assert error_of(METHOD="dpo", GIVEN=f"LR {name}", **{name: "1"}) == said
+    assert load(METHOD="dpo", GIVEN="LR", **{name: "1"}).by_pairs  # e.g. of a profile
+    assert getattr(load(GIVEN=name, **{name: "1"}), name) == 1
 
 
 def test_staleness_is_of_async():

@@ -24,9 +24,9 @@ class Method:
     REWARD: bool = True  # learns from the task's reward
     EPISODES: bool = True  # can train multi-turn tasks
     ASYNC: bool = True  # can learn from samples of an older policy
-    # Why it cannot train, in one line each: of settings and ARGS, of verl's config, and of that and the models' files.
+    # Why it cannot train, in one line each: of settings, of verl's config, and of that and the models' files.
     # Where TRL trains, problem and warning get the settings in place of a config.
-    refusals: Callable[..., Iterable[str]] = lambda s, arguments: ()
+    refusals: Callable[..., Iterable[str]] = lambda s: ()
     problem: Callable[..., str | None] = lambda config: None
     models_problem: Callable[..., str | None] = lambda config: None
     warning: Callable[..., str | None] = lambda config: None  # before a training

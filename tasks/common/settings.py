@@ -345,6 +345,7 @@ REPORTING = {"RUN", "STEPS", "SELF_PLAY_ROUNDS", "SAVE_FREQ", "TEST_FREQ", "KEEP
 REPORTING |= {"ABORT_ON", "WANDB", "LOGGER", "GPU_MEMORY_UTILIZATION", "TP", "SP", "OFFLOAD", "GOLD"}
 REPORTING |= {"N", "LIMIT", "GREEDY", "EVAL_TEMPERATURE", "TOP_P", "MAX_NEW_TOKENS", "EVAL_SEED"}
 
+OF_RL = {"CLIP_LOW", "CLIP_HIGH", "KL_COEF", "MINI_BATCH_SIZE", "ROLLOUT_CORRECTION", "ROLLOUT_DTYPE"}  # of its methods
 OF_EPISODES = {"MAX_TURNS", "MAX_TURN_LENGTH", "STEP_SECONDS", "AGENT_IMAGE"}
 # Variables that change the data alone; a training counts these by their contents.
 OF_DATA = {"SOURCE", "MAX_SAMPLES", "DIFFICULTY", "TRAIN_SIZE", "TEST_SIZE", "TEST_SHARE", "DEV_SIZE"}
@@ -470,11 +471,8 @@ def profile_file(task_dir: Path, name: str) -> Path:
     return task_dir / f"profiles/{name}.sh"
 
 
-def values_of(environ: Mapping[str, str], root: Path = ROOT) -> dict[str, Value]:
-    """The value of every variable of Settings as text, and where it comes from, with the tasks of ``root``.
-
-    Raises SettingsError.
-    """
+def values_of(environ: Mapping[str, str]) -> dict[str, Value]:
+    """The value of every variable of Settings as text, and where it comes from. Raises SettingsError."""
     given = {name: environ[name] for name in Settings.__dataclass_fields__ if environ.get(name)}
     stage, complete = environ.get("STAGE", "train"), environ.get(COMPLETE)
     if stage_of(stage).evaluates and "TEMPERATURE" in given and not complete:  # of the evaluation, then
@@ -483,7 +481,7 @@ def values_of(environ: Mapping[str, str], root: Path = ROOT) -> dict[str, Value]
     name, none = given.get("STACK", ""), {}
     module, profile, own = (stack(name) if name in STACKS else None), none, none
     if given.get("TASK") and not complete:
-        folder = root / "tasks" / given["TASK"]
+        folder = ROOT / "tasks" / given["TASK"]
         own = read_defaults(folder / "train.sh") if (folder / "train.sh").exists() else none
         profile = read_defaults(profile_file(folder, environ["PROFILE"])) if environ.get("PROFILE") else none
     of_profile = [(f"profile {environ.get('PROFILE')}", profile.get(of, none)) for of in (name, "")]
@@ -501,12 +499,8 @@ def values_of(environ: Mapping[str, str], root: Path = ROOT) -> dict[str, Value]
     def first(name: str, layers: list) -> Value | None:
         return next((Value(layer[name], source) for source, layer in layers if layer.get(name)), None)
 
-    def early(name: str) -> str:
-        """A variable that decides on layers, without them."""
-        value = first(name, [("", given), *layers, *below])
-        return value.text if value else shared[name]
-
-    if (chosen := early("METHOD")) in METHODS:
+    early = first("METHOD", [("", given), *layers, *below])
+    if (chosen := early.text if early else shared["METHOD"]) in METHODS:
         layers.append((f"METHOD={chosen}", method(chosen).DEFAULTS))
     typed, values = environ.get("GIVEN", "").split(), {}
     for name, default in shared.items():
@@ -557,13 +551,15 @@ def load_settings(environ: Mapping[str, str] | None = None, cls: type = Settings
 
 
 def unread(s: Settings) -> dict[str, str]:
-    """What a variable is for that a training with ``s`` does not read, by its name: those of episodes, and those whose
-    help begins with another method or `async`."""
+    """What a variable is for that a training with ``s`` does not read, by its name: those of episodes, of RL, and those
+    whose help begins with another method or `async`."""
     found = {}
     for f in fields(s):
         of = f.metadata["help"].partition(":")[0]
         if f.name in OF_EPISODES and not s.multi_turn:
             found[f.name] = f"multi-turn tasks; TASK={s.TASK} has single responses"
+        elif f.name in OF_RL and s.by_pairs:
+            found[f.name] = f"the RL methods; this is METHOD={s.METHOD}"
         elif of in METHODS and of != s.METHOD:
             found[f.name] = f"METHOD={of}; this is METHOD={s.METHOD}"
         elif of == "async" and s.ASYNC == "off":
@@ -737,7 +733,7 @@ def problems(s: Settings, stage: str) -> Iterator[str]:
     if s.multi_turn:
         yield from _multi_turn_problems(s)
     if stage_of(stage).plans:
-        yield from method(s.METHOD).refusals(s, [])
+        yield from method(s.METHOD).refusals(s)
         if s.ASYNC != "off":
             yield from _async_problems(s)
         if s.ROLLOUT_DTYPE != "same":

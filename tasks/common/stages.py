@@ -11,7 +11,7 @@ from pathlib import Path
 class Stage:
     """A stage, and what settings, checks and files need to know of it."""
 
-    group: str  # its title in `make help`; empty: not listed
+    group: str  # its title in `make help`; empty: of one task
     help: str
     parts: tuple[str, ...] = ()  # what it runs, in order; empty: the stage alone, which takes no lock
     gpu: bool = False  # uses a GPU
@@ -146,8 +146,6 @@ STAGES = {
         plans=True,
     ),
 }
-# A training of an experiment with JOBS, which has the lock; not a target of make.
-STAGES["one_of_many"] = Stage("", "", **_TRAINING, trains=True)
 
 _OF_A_TASK = Stage("", "", ("data", "model"), about_a_run=True)
 

@@ -427,7 +427,7 @@ def findings(
     s: Settings, arguments: list[str], stage: str = "doctor", runs: Sequence[Settings] = (), jobs: int = 1
 ) -> list[Finding]:
     """The findings of all checks. ``stage``: doctor, or the stage that is about to train; ``runs``, ``jobs``: as of
-    ``disk``."""
+    ``checkpoint_sizes``."""
     smi = hardware.nvidia() if s.STACK != "cpu" else None
     started = time.monotonic()  # without a driver that is slow to start
     wrong = list(model(s))

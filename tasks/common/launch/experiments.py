@@ -112,7 +112,7 @@ def _started(s: Settings, arguments: list[str], log: Path, gpus: list[str], shar
     own = {"SHARED_GPU": str(shared)} if shared > 1 else {}  # verl_plugins/shared_gpu.py
     own |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
     share = replace(s, GPU_MEMORY_UTILIZATION=s.GPU_MEMORY_UTILIZATION / shared)
-    command, env = [sys.executable, "-m", "verl_tasks.launch.main", "one_of_many"], exported(share) | own
+    command, env = [sys.executable, "-m", "verl_tasks.launch.rounds"], exported(share) | own
     with log.open("w") as output:
         return subprocess.Popen(
             [*command, *arguments], env=env, stdout=output, stderr=subprocess.STDOUT, preexec_fn=die_with_parent

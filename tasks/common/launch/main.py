@@ -36,6 +36,7 @@ from verl_tasks.rewards.answers import RewardError
 from verl_tasks.rows import DataError, validate_parquet
 from verl_tasks.runs import folder
 from verl_tasks.runs.run import Run, export
+from verl_tasks.runs.secrets import masked
 from verl_tasks.settings import Command, Settings, SettingsError, artifacts, given_arguments, load_settings, method
 from verl_tasks.stages import STAGES, Stage, own_stages, stage_of
 from verl_tasks.text import show
@@ -426,7 +427,6 @@ AT_ONCE: dict[str, Callable[[Job], None]] = {
     "settings": lambda job: show(settings.table(os.environ)),
     "doctor": lambda job: doctor.report(job.s, job.arguments),
     "rescore": rescore,
-    "one_of_many": lambda job: print(train_rounds(job.s, job.arguments)),  # of an experiment, which has the lock
 }
 # What follows its parts, in place of this process.
 LAST: dict[str, Callable[[Job], None]] = {
@@ -444,7 +444,7 @@ def say_environment() -> None:
     given = [name for name in sorted(names - set(os.environ["GIVEN"].split())) if os.environ.get(name)]
     if given:
         said = ", ".join(f"{name}={os.environ[name]}" for name in given)
-        print(f"from your environment: {said}", file=sys.stderr, flush=True)
+        print(f"from your environment: {masked(said)}", file=sys.stderr, flush=True)
 
 
 def about(job: Job) -> Job:
@@ -481,8 +481,7 @@ def refuse(job: Job) -> None:
     if goal not in (*STAGES, *own_stages(s.task_dir)):
         having = [path.parent.name for path in sorted(s.task_dir.parent.glob(f"*/{goal}.py"))]
         if not having:
-            known = sorted({*STAGES} - {"one_of_many"})
-            raise SettingsError(f"STAGE={goal}: no such stage; there are: {', '.join(known)}")
+            raise SettingsError(f"STAGE={goal}: no such stage; there are: {', '.join(sorted(STAGES))}")
         raise SettingsError(f"TASK={s.TASK}: has no {goal}.py; `make {goal}` is for {', '.join(having)}")
     if s.multi_turn and not job.stage.episodes:
         raise SettingsError(f"TASK={s.TASK}: has episodes of several turns; `make {goal}` is for single-turn tasks")

@@ -12,7 +12,7 @@ from verl_tasks.machine.memory import gb
 from verl_tasks.models.merge import base_model
 from verl_tasks.runs import folder
 from verl_tasks.runs.run import Run
-from verl_tasks.settings import Settings, SettingsError, problems, teacher_gpus
+from verl_tasks.settings import Settings, SettingsError, method, problems, teacher_gpus
 from verl_tasks.training import tracking, verl_config
 from verl_tasks.training.methods import distill, dpo
 
@@ -130,7 +130,7 @@ def batches_and_memory(
     else:
         text = f"{s.TRAIN_BATCH_SIZE} x {s.ROLLOUT_N}, mini-batches of {s.MINI_BATCH_SIZE}: verl takes them"
     yield ok("settings", text)
-    if stage == "doctor" and (text := train.warning(s, config)):  # a training says it itself
+    if stage == "doctor" and (text := method(s.METHOD).warning(config)):  # a training says it itself
         yield warning("settings", text)
     shapes = memory.shapes_of(base_model(s.MODEL))
     if shapes is None:

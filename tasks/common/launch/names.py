@@ -5,9 +5,7 @@ Prints one line with the reason, or nothing. Runs before the installation, so it
 
 import ast
 import json
-import os
 import re
-import shlex
 import sys
 
 from verl_tasks.places import PACKAGE
@@ -16,7 +14,7 @@ from verl_tasks.settings import ROOT, Command, Settings, unknown
 # Variables of the Makefile itself, and of other tools.
 MAKES = {"ARGS", "ARTIFACTS", "BASE_PYTHON", "BFCL_PROJECT_ROOT", "CONFIG", "CUDA_VISIBLE_DEVICES", "ENV", "HOME"}
 MAKES |= {"EVAL_MULTIPROCESSING", "FLASH_ATTN_WHEEL", "FRESH_PYTHON", "NAME", "NETRC", "OPTIONS", "PATH"}
-MAKES |= {"PORT", "PYTHON", "SHARED_DATA", "SLOW", "STACK", "STAGE", "TMPDIR", "TORCH_INDEX", "UPGRADE", "YES"}
+MAKES |= {"PYTHON", "SHARED_DATA", "SLOW", "TMPDIR", "TORCH_INDEX", "UPGRADE", "YES"}
 PREFIXES = ("RAY_", "HF_", "VLLM_", "VERL_", "NCCL_", "TORCH_", "CUDA_", "OMP_", "PIP_", "UV_", "WANDB_", "TRACKIO_")
 PREFIXES += ("MLFLOW_", "SWANLAB_", "PYTEST_", "PYTHON", "TOKENIZERS_", "TRANSFORMERS_", "SSL_", "GLOO_")
 OF_NEW = {"TASK", "SOURCE", "ENV", "CONFIG", "OPTIONS", "PYTHON", "STACK"}
@@ -39,14 +37,7 @@ def of_tasks() -> set[str]:
     return names
 
 
-def _words(options: str) -> list[str]:
-    try:
-        return shlex.split(options)
-    except ValueError:  # an open quote, which new.py refuses
-        return []
-
-
-def refusal(goals: list[str], names: list[str], options: str = "") -> str:
+def refusal(goals: list[str], names: list[str]) -> str:
     """One line about the first unknown one of ``names``; empty if all are known."""
     if "new" in goals:
         answers = [name for name in json.loads((PACKAGE / "template/cookiecutter.json").read_text()) if name[0] != "_"]
@@ -54,10 +45,6 @@ def refusal(goals: list[str], names: list[str], options: str = "") -> str:
             if name.lower() in answers:
                 return f'{name}: make new takes it as OPTIONS="{name.lower()}=..."'
             return f"{name}: make new has no such variable; there are: {', '.join(sorted(OF_NEW))}"
-        for word in _words(options):
-            if (name := word.partition("=")[0]) not in answers:
-                near = unknown(name, [each.upper() for each in answers]).lower()
-                return f"OPTIONS={word}: {near.replace('variable', 'option')}; there are: {', '.join(answers)}"
         return ""
     known = {*Settings.__dataclass_fields__, *Command.__dataclass_fields__, *MAKES}
     for name in sorted(names):
@@ -71,4 +58,4 @@ def refusal(goals: list[str], names: list[str], options: str = "") -> str:
 if __name__ == "__main__":
     words = sys.argv[1:]
     middle = words.index("--")
-    print(refusal(words[:middle], words[middle + 1 :], os.environ.get("OPTIONS", "")))
+    print(refusal(words[:middle], words[middle + 1 :]))

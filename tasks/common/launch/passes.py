@@ -11,6 +11,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 
 import psutil
 import torch
@@ -72,14 +73,10 @@ def lengths(s: Settings, tokenizer) -> Lengths:
     return Lengths(prompts, [prompt + limit for prompt in prompts], [limit] * len(prompts))
 
 
-def mean(values) -> float:
-    return sum(values) / len(values)
-
-
 def warm_up(model: Shapes, rows: Lengths, sequences: int) -> float:
     """Operations of a sequence in a pass of ``sequences`` (verl_plugins/cpu/shared_prompts.py)."""
     passes = [sorted(rows.ids[at : at + sequences]) for at in range(0, len(rows.ids), sequences)]
-    return mean([least_work(model, [*map(len, some)], begun_alike(some))[0] / len(some) for some in passes] or [0])
+    return fmean([least_work(model, [*map(len, some)], begun_alike(some))[0] / len(some) for some in passes] or [0])
 
 
 def update(model: Shapes, prompt: float, response: float, sequences: int) -> float:
@@ -143,7 +140,7 @@ def seconds(s: Settings, model: Shapes, rows: Lengths, tested: int, timed: Timed
     A step of RL samples until the last response ends. Among so many one is as long as the limit, whatever the mean: it
     is sampled alone then. An evaluation begins another one where one ends.
     """
-    prompt, whole, said = map(mean, (rows.prompts, rows.whole, rows.said))
+    prompt, whole, said = map(fmean, (rows.prompts, rows.whole, rows.said))
     read, heard = (FORWARD * timed.learn * tokens * model.layer for tokens in (prompt, whole - prompt - said))
     warm = s.SFT_BATCH_SIZE * warm_up(model, rows, s.MICRO_BATCH_SIZE) * timed.learn
     warm += math.ceil(s.SFT_BATCH_SIZE / s.MICRO_BATCH_SIZE) * timed.weights + timed.optimize
@@ -170,7 +167,7 @@ def main(name: str, file: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False)
     start, rows = time.time() - psutil.Process().create_time(), lengths(s, tokenizer)
     decode, together = timed_sampling(model, 1), timed_sampling(model, CPU_SEQUENCES)
-    learned = timed_update(model, round(mean(rows.whole)), round(mean(rows.said)), dtype)
+    learned = timed_update(model, round(fmean(rows.whole)), round(fmean(rows.said)), dtype)
     timed = Timed(start, *learned, decode, max(0.0, together - decode) / (CPU_SEQUENCES - 1))
     tested = s.LIMIT or sum(1 for _ in parquet_rows(s.data_dir / "test.parquet"))
     found = seconds(s, shapes(model.config.to_dict()), rows, tested, timed)

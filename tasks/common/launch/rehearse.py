@@ -7,7 +7,6 @@ for a teacher, and a server for a judge. What would break the real run, and the 
 
 import contextlib
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -61,7 +60,6 @@ ALONE = {
 NOT_PLAYED = ("ABORT_ON", "WANDB", "LOGGER", "REWARD_MODEL", "RUN", "PATIENCE")
 # What make, a shell and an outer launch put into the environment; a played command gets its own.
 OURS = {"GIVEN", "MAKEFLAGS", "MAKELEVEL", "MFLAGS", "STARTED", COMPLETE, "ARTIFACTS", "ARGS", "RAY_ADDRESS", "PYTHON"}
-ERROR = re.compile(r"^error: .*", re.MULTILINE)
 
 
 @dataclass

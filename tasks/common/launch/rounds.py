@@ -1,12 +1,21 @@
-"""The stage `train`: rounds of RL or DPO, each from the model that the one before made, and the checks before them."""
+"""The stage `train`: rounds of RL or DPO, each from the model that the one before made, and the checks before them.
+
+`python -m verl_tasks.launch.rounds ARGS` is one training of an experiment with JOBS, which has the lock.
+"""
+
+import sys
 
 from verl_tasks.launch import train
 from verl_tasks.launch.task import load_reward
+from verl_tasks.leftovers import interrupt_on_sigterm
 from verl_tasks.machine import cluster
 from verl_tasks.models.find import resolve_model
+from verl_tasks.process import errors_in_one_line
+from verl_tasks.rewards.answers import RewardError
+from verl_tasks.rows import DataError
 from verl_tasks.runs import folder, validation
 from verl_tasks.runs.run import export, recorded
-from verl_tasks.settings import Settings, SettingsError, method
+from verl_tasks.settings import Settings, SettingsError, load_settings, method
 from verl_tasks.training import tracking
 
 
@@ -23,7 +32,7 @@ def check_training(s: Settings, arguments: list[str]) -> None:
     config = train.check_method(s, arguments)
     if problem := method(s.METHOD).models_problem(config):
         raise SettingsError(problem)
-    if said := train.warning(s, config):
+    if said := method(s.METHOD).warning(config):
         print(f"warning: {said}")
     if not complete and not s.by_pairs:
         cluster.join(s)
@@ -56,3 +65,9 @@ def train_rounds(s: Settings, arguments: list[str], seconds: float = 0) -> str:
         said = f"{'up to date: ' if done else ''}{steps} in {run.folder}{f'; {dev}' if dev else ''}"
         start = str(export(run))
     return said
+
+
+if __name__ == "__main__":
+    interrupt_on_sigterm()
+    with errors_in_one_line(SettingsError, DataError, RewardError, stopped="stopped; the same command continues"):
+        print(train_rounds(load_settings(), sys.argv[1:]))

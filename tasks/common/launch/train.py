@@ -40,18 +40,13 @@ class WithoutSignal(StageFailed):
     """The warm-up gives RL nothing to learn from."""
 
 
-def warning(s: Settings, config) -> str | None:
-    """What METHOD says of ``config``, verl's; of the settings where TRL trains."""
-    return method(s.METHOD).warning(s if s.by_pairs else config)
-
-
 def check_method(s: Settings, arguments: list[str]):
-    """verl's config of the training, None where TRL trains. Raises SettingsError for what METHOD cannot train with."""
-    own = method(s.METHOD)
-    for problem in own.refusals(s, arguments):
-        raise SettingsError(problem)
+    """What METHOD reads: verl's config of the training, the settings where TRL trains. Raises SettingsError for what
+    METHOD cannot train with."""
     if s.by_pairs:
-        config = None
+        config = s
+        if arguments:
+            raise SettingsError(f"ARGS={' '.join(arguments)}: are verl's; METHOD={s.METHOD} trains with TRL")
     elif s.ABORT_ON and not verl_versions.has_own_trainers(s):
         raise SettingsError(f"ABORT_ON={s.ABORT_ON}: STACK={s.STACK} has a verl that cannot do it; take STACK=current")
     else:
@@ -60,7 +55,7 @@ def check_method(s: Settings, arguments: list[str]):
             raise SettingsError(problem)
         if (every := config.trainer.test_freq) > 0 and not s.DEV_SIZE:
             raise SettingsError(f"trainer.test_freq={every}: validates on the dev set; set DEV_SIZE")
-    if problem := own.problem(s if s.by_pairs else config):
+    if problem := method(s.METHOD).problem(config):
         raise SettingsError(problem)
     return config
 

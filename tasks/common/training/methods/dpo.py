@@ -14,10 +14,8 @@ PAIRS, REWARD, EPISODES, ASYNC = True, False, False, False
 MANY_EPOCHS = 3
 
 
-def refusals(s: Settings, arguments: list[str]) -> Iterator[str]:
-    """Why DPO cannot train with these settings and ARGS."""
-    if arguments:
-        yield f"ARGS={' '.join(arguments)}: are verl's; METHOD=dpo trains with TRL"
+def refusals(s: Settings) -> Iterator[str]:
+    """Why DPO cannot train with these settings."""
     if s.PAIRS_FILE and s.SELF_PLAY_ROUNDS > 1:
         yield "PAIRS_FILE: holds samples of another policy; leave it out with SELF_PLAY_ROUNDS"
     if others := [name for name in s.ABORT_ON.split(",") if name not in ("", "nan")]:
