@@ -595,14 +595,6 @@ def test_the_stack_is_chosen_where_nvidia_smi_hangs(timeout, smi, tmp_path):
     assert len((tmp_path / "asked").read_text()) == (1 if timeout else 3)
 
 
-@pytest.mark.parametrize(("visible", "stack"), [("0 1", "current"), (" +0", "current"), ("x0", "cpu"), ("+", "cpu")])
-def test_the_stack_is_that_of_the_gpu_that_cuda_takes(visible, stack, smi):
-    smi("echo 9.0, NVIDIA H200")
-    script = ["bash", ROOT / "tasks/common/install/choose_stack.sh"]
-    result = subprocess.run(script, env=os.environ | {"CUDA_VISIBLE_DEVICES": visible}, capture_output=True, text=True)
-    assert result.stdout.startswith(f"{stack}: ")
-
-
 def test_a_stack_of_gpus_is_refused_where_there_is_none(smi, monkeypatch):
     smi("echo No devices found.; exit 6")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
