@@ -273,6 +273,11 @@ def test_rescore_repeats_the_summary_without_a_model_and_leaves_the_file(workpla
     assert result.returncode == 1 and "has two texts: two test sets" in result.stdout
 
 
+STORED = {"mode": "sampled", "response": TRUTH, "finish_reason": "stop", "tokens": 3, "entropy": 0.5}
+STORED |= {"prompt": chat("p"), "data_source": "countdown", "ground_truth": TRUTH, "extra_info": {}, "reward": None}
+TWO_GREEDY = "".join(json.dumps(STORED | {"index": 0, "mode": "greedy", "sample": n}) + "\n" for n in (0, 1))
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -281,6 +286,8 @@ def test_rescore_repeats_the_summary_without_a_model_and_leaves_the_file(workpla
         ("{}\n", "line 1: is not a rollout"),
         ("[1, 2]\n", "line 1: is not a rollout"),
         ("not json\n{}\n", "line 1: is not a rollout"),
+        ("[" * 100_000 + "\n", "line 1: is not a rollout"),
+        (TWO_GREEDY, "line 2: sample must be 0 for a greedy response"),
     ],
 )
 def test_rescore_refuses_a_file_without_rollouts_in_one_line(workplace, tmp_path, content, said):
@@ -293,8 +300,6 @@ def test_rescore_refuses_a_file_without_rollouts_in_one_line(workplace, tmp_path
     assert line.startswith("error:") and said in line and str(file) in line
 
 
-STORED = {"mode": "sampled", "response": TRUTH, "finish_reason": "stop", "tokens": 3, "entropy": 0.5}
-STORED |= {"prompt": chat("p"), "data_source": "countdown", "ground_truth": TRUTH, "extra_info": {}, "reward": None}
 JUNK = [
     None,
     True,
@@ -337,14 +342,6 @@ def test_rescore_of_a_file_that_was_edited_by_hand_is_done_or_names_the_line(wor
     file.write_text(json.dumps({key: value for key, value in rows[0].items() if key != name}) + "\n")
     result = workplace.run("rescore", ROLLOUTS=str(file))
     assert name in ("error", "messages", "lenient") or "line 1: is not a rollout" in error_line(result)
-
-
-def test_rescore_refuses_two_greedy_responses_of_a_prompt_and_json_without_an_end(workplace, tmp_path):
-    file, row = tmp_path / "r.jsonl", STORED | {"index": 0, "mode": "greedy"}
-    file.write_text("".join(json.dumps(row | {"sample": sample}) + "\n" for sample in (0, 1)))
-    assert "line 2: sample must be 0 for a greedy response" in error_line(workplace.run("rescore", ROLLOUTS=str(file)))
-    file.write_text("[" * 100_000 + "\n")
-    assert "line 1: is not a rollout" in error_line(workplace.run("rescore", ROLLOUTS=str(file)))
 
 
 # ---- probe
