@@ -154,7 +154,6 @@ def test_the_stack_of_the_machine_is_printed_once_and_is_that_of_train_sh(tmp_pa
         ("all", {"FROM": "start"}, "FROM=start: must be one of data, model, sft"),
         ("all", {"FROM": "train"}, "is not there; run `make data TASK=countdown`"),
         ("experiment", {"METHODS": "grpo"}, "METHODS=grpo: name two or more"),
-        ("experiment", {"METHODS": "grpo,magic"}, "METHOD=magic: must be one of"),
         ("config", {"METHOD": "dpo"}, "METHOD=dpo: has no config of verl"),
         *((goal, {"METHOD": "distill"}, "TEACHER is empty: METHOD=distill learns") for goal in ("config", "train")),
     ],
