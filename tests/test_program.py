@@ -291,10 +291,7 @@ def test_a_program_without_a_score_is_a_failed_episode(small_tokenizer, made, bo
 
 def until_gone(word: str) -> None:
     """Wait for the end of all processes with an argument ``word``."""
-    deadline = time.monotonic() + 10
-    while any(word in p.info["cmdline"] for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"]):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    until(lambda: not any(word in (p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])), 10)
 
 
 def test_a_program_that_hangs_is_ended_with_all_that_it_started(small_tokenizer, made):
@@ -791,10 +788,7 @@ def test_no_folder_is_left_of_a_process_that_was_killed(made, tmp_path, monkeypa
         made("import time; time.sleep(60)")().reset(ROW)
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
-    deadline = time.monotonic() + 20
-    while [*(tmp_path / "temporary").iterdir()]:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    until(lambda: not [*(tmp_path / "temporary").iterdir()], 20)
 
 
 def test_a_container_ends_with_the_endpoint(tmp_path):
