@@ -117,16 +117,6 @@ def test_a_training_file_that_cannot_be_used_is_named(variables, data_dir, tmp_p
     assert result.returncode == 0 and f"training on {own_file}" in result.stdout
 
 
-def test_a_broken_manifest_one_without_its_rows_and_a_missing_parquet_are_made_again(variables, data_dir):
-    manifest, train = data_dir / "manifest.json", data_dir / "train.parquet"
-    made, before = json.loads(manifest.read_text()), train.read_bytes()
-    for text in ("[]", json.dumps(made | {"rows": 3}), ""):
-        manifest.write_text(text) if text else train.unlink()
-        result = make("data", **variables)
-        assert result.returncode == 0 and "up to date" not in result.stdout, result.stdout
-        assert json.loads(manifest.read_text()) == made and train.read_bytes() == before
-
-
 @pytest.mark.medium
 def test_a_model_without_weights_and_one_without_config_are_named(variables, tmp_path):
     folder = tmp_path / "model"
