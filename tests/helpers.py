@@ -165,6 +165,14 @@ OUR_PLATFORM = {
 }
 
 
+def on_our_platform(program: str, *arguments: str) -> dict:
+    """The JSON that the Python ``program`` prints last."""
+    command = [sys.executable, "-c", program, *arguments]
+    result = subprocess.run(command, env=os.environ | OUR_PLATFORM, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
 def by_torchrun(module: str, folder: Path) -> list[dict]:
     """What a program with ``sequence_parallel.write_found`` found on a CPU, of each of its two processes."""
     environment = os.environ | OUR_PLATFORM | {"OMP_NUM_THREADS": "1"}
