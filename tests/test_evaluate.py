@@ -17,6 +17,7 @@ from tasks.countdown import reward as countdown
 from tasks.gsm8k import reward as gsm8k
 from tests import stub_evaluate
 from tests.helpers import PYTHON, ROOT, error_line, exported, task_settings
+from tests.stub_evaluate import asked
 from tests.test_runs import make_run
 from tests.test_settings import VALUES
 from verl_tasks.evaluation import sample
@@ -221,10 +222,6 @@ def test_when_nothing_can_be_scored_the_reason_is_the_error(workplace, command, 
     assert "cannot score this" in error
 
 
-def asked(model: Path) -> list:
-    return [json.loads(line) for line in (model / "asked.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.medium
 def test_what_was_sampled_is_kept_when_the_engine_dies_and_is_not_asked_again(workplace):
     model = workplace.model("m", table(RIGHT, 16, GREEDY))
@@ -347,6 +344,14 @@ def test_rescore_of_a_file_that_was_edited_by_hand_is_done_or_names_the_line(wor
 # ---- probe
 
 
+def two_each(rewards: list[dict]) -> list[Rollout]:
+    """Two samples of each prompt with these rewards."""
+    return [
+        Rollout(i // 2, "sampled", i % 2, "", "stop", 1, 0.5, [], "t", "7", {}, reward)
+        for i, reward in enumerate(rewards)
+    ]
+
+
 def partial(scores: list[list[float]], right: list[int]) -> float:
     """The share of all absolute advantages that is in groups without a right answer, by its definition."""
     pulls = []
@@ -363,11 +368,7 @@ def partial(scores: list[list[float]], right: list[int]) -> float:
 def test_partial_credit_pulls_as_a_right_answer_does(credit, share):
     """One prompt has a right sample and a wrong one, the other one that earns the credit and one that does not."""
     rewards = [{"score": score, "acc": float(score == 1)} for score in (1.0, 0.0, credit, 0.0)]
-    rollouts = [
-        Rollout(i // 2, "sampled", i % 2, "", "stop", 1, 0.5, [], "t", "7", {}, reward)
-        for i, reward in enumerate(rewards)
-    ]
-    assert partial_credit(by_prompt(rollouts)) == pytest.approx(share)
+    assert partial_credit(by_prompt(two_each(rewards))) == pytest.approx(share)
 
 
 @pytest.mark.parametrize(
@@ -381,10 +382,7 @@ def test_partial_credit_pulls_as_a_right_answer_does(credit, share):
     ],
 )
 def test_the_verdict_on_partial_credit_fits_what_there_is(scores, right, value, good, said):
-    rollouts = [
-        Rollout(i // 2, "sampled", i % 2, "", "stop", 1, 0.5, [], "t", "7", {}, {"score": score, "acc": i in right})
-        for i, score in enumerate(scores)
-    ]
+    rollouts = two_each([{"score": score, "acc": i in right} for i, score in enumerate(scores)])
     verdict = probed(rollouts, by_prompt(rollouts))["verdicts"][4]
     assert (verdict["value"], verdict["good"]) == (pytest.approx(value), good) and said in verdict["words"]
 
@@ -402,10 +400,7 @@ def test_the_verdict_on_partial_credit_fits_what_there_is(scores, right, value, 
 )
 def test_the_verdict_on_variance_knows_small_scores_and_a_reward_upside_down(scores, variance_good, words, conclusion):
     """Two prompts, of which each has a right sample, then a wrong one."""
-    rollouts = [
-        Rollout(i // 2, "sampled", i % 2, "", "stop", 1, 0.5, [], "t", "7", {}, {"score": score, "acc": 1 - i % 2})
-        for i, score in enumerate(scores)
-    ]
+    rollouts = two_each([{"score": score, "acc": 1 - i % 2} for i, score in enumerate(scores)])
     found = probed(rollouts, by_prompt(rollouts))
     verdict = found["verdicts"][1]
     assert verdict["good"] is variance_good and words in verdict["words"]
@@ -447,13 +442,9 @@ def test_probe_gives_the_exact_signal_of_each_prompt_and_the_verdict(workplace):
 )
 def test_the_filter_keeps_what_grpo_learns_from(workplace, bounds, kept):
     """F1 as the score: it differs where no sample is exactly right, and may be one where all are wrong or right."""
-    scores = [(0.2, 0.2), (0.2, 0.6), (0.0, 0.0), (1.0, 0.6), (1.0, 1.0), (1.0, 0.9)]
-    right = [(0, 0), (0, 0), (0, 0), (1, 0), (1, 1), (1, 1)]
-    rollouts = [
-        Rollout(i, "sampled", n, "", "stop", 1, 0.5, [], "t", "7", {}, {"score": score, "acc": right[i][n]})
-        for i, both in enumerate(scores)
-        for n, score in enumerate(both)
-    ]
+    scores = (0.2, 0.2, 0.2, 0.6, 0.0, 0.0, 1.0, 0.6, 1.0, 1.0, 1.0, 0.9)
+    right = (0, 0, 0, 0, 0, 0, 1, 0, 1, 1, 1, 1)
+    rollouts = two_each([{"score": score, "acc": acc} for score, acc in zip(scores, right, strict=True)])
     data, found = workplace.artifacts / "data/countdown/train.parquet", workplace.artifacts / "signal.parquet"
     s = replace(task_settings("countdown"), TRAIN_FILE=str(data))
     write_signal(s, load_settings(bounds | {"STAGE": "probe"}, cls=Command), by_prompt(rollouts), found)
@@ -462,12 +453,7 @@ def test_the_filter_keeps_what_grpo_learns_from(workplace, bounds, kept):
 
 def test_a_reward_may_return_a_key_that_is_called_like_a_column_of_the_probe():
     same = {"index": 1.0, "samples": 9.0, "variance": 9.0}
-    rewards = [{"score": i / 4, "acc": float(i > 2)} | same for i in range(4)]
-    rollouts = [
-        Rollout(i // 2, "sampled", i % 2, "", "stop", 1, 0.5, [], "t", "7", {}, reward)
-        for i, reward in enumerate(rewards)
-    ]
-    found = by_prompt(rollouts)
+    found = by_prompt(two_each([{"score": i / 4, "acc": float(i > 2)} | same for i in range(4)]))
     assert found[["samples", "accuracy", "score"]].to_numpy().tolist() == [[2, 0, 0.125], [2, 0.5, 0.625]]
     assert found["variance"].tolist() == pytest.approx([1 / 64, 1 / 64])
 
