@@ -158,19 +158,31 @@ def error_line(failed: subprocess.CompletedProcess) -> str:
     return line
 
 
-def by_torchrun(module: str, folder: Path, processes: int) -> list[dict]:
-    """What a program with ``sequence_parallel.write_found`` found on a CPU, of each of its ``processes``."""
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-        "VERL_PLATFORM": "cpu",
-        "VERL_USE_EXTERNAL_MODULES": "verl_tasks.verl_plugins.cpu.verl_platform,verl_tasks.verl_plugins.patches",
-    }
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+# Of a process in which verl has the platform of the cpu stack.
+OUR_PLATFORM = {
+    "PYTHONPATH": str(ROOT),
+    "VERL_PLATFORM": "cpu",
+    "VERL_USE_EXTERNAL_MODULES": "verl_tasks.verl_plugins.cpu.verl_platform",
+}
+
+
+def on_our_platform(program: str, *arguments: str) -> dict:
+    """The JSON that the Python ``program`` prints last."""
+    command = [sys.executable, "-c", program, *arguments]
+    result = subprocess.run(command, env=os.environ | OUR_PLATFORM, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def by_torchrun(module: str, folder: Path) -> list[dict]:
+    """What a program with ``sequence_parallel.write_found`` found on a CPU, of each of its two processes."""
+    environment = os.environ | OUR_PLATFORM | {"OMP_NUM_THREADS": "1"}
+    environment["VERL_USE_EXTERNAL_MODULES"] += ",verl_tasks.verl_plugins.patches"
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [sys.executable, *torchrun, "-m", module, str(folder)]
     result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout[-1000:] + result.stderr[-3000:]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
 def has_ended(pid: int) -> bool:

@@ -151,6 +151,11 @@ def called(program: Callable[[], None], arguments: tuple[str, ...], environment:
     return subprocess.CompletedProcess(arguments, code, said.getvalue())
 
 
+def asked(model: Path) -> list[list]:
+    """What the engine of ``model`` was asked, in order."""
+    return [json.loads(line) for line in (model / "asked.jsonl").read_text().splitlines()]
+
+
 class Workplace:
     """A folder with artifacts, and models with a table each."""
 

@@ -44,12 +44,6 @@ def data_dir(variables, prepared) -> Path:
     return Path(variables["ARTIFACTS"]) / "data/countdown"
 
 
-@pytest.mark.medium
-def test_data_is_reused_until_a_setting_changes_it(variables, data_dir):
-    assert "up to date" in make("data", **variables).stdout
-    assert "up to date" not in make("data", **variables, SEED="7").stdout
-
-
 def test_a_corrupt_parquet_is_named(variables, data_dir):
     (data_dir / "train.parquet").write_bytes(b"PAR1 not really PAR1")
     error = refused("data", **variables)
@@ -121,30 +115,6 @@ def test_a_training_file_that_cannot_be_used_is_named(variables, data_dir, tmp_p
     assert "12 prompts, less than TRAIN_BATCH_SIZE=16" in error
     result = make("data", **variables, TRAIN_FILE=str(own_file))
     assert result.returncode == 0 and f"training on {own_file}" in result.stdout
-
-
-def test_a_broken_manifest_one_without_its_rows_and_a_missing_parquet_are_made_again(variables, data_dir):
-    manifest, train = data_dir / "manifest.json", data_dir / "train.parquet"
-    made, before = json.loads(manifest.read_text()), train.read_bytes()
-    for text in ("[]", json.dumps(made | {"rows": 3}), ""):
-        manifest.write_text(text) if text else train.unlink()
-        result = make("data", **variables)
-        assert result.returncode == 0 and "up to date" not in result.stdout, result.stdout
-        assert json.loads(manifest.read_text()) == made and train.read_bytes() == before
-
-
-@pytest.mark.medium
-def test_too_few_problems_keep_the_data_that_was_there(variables, data_dir, small_model):
-    before = (data_dir / "train.parquet").read_bytes()
-    folder = data_dir.parent / "public"
-    folder.mkdir()
-    rows = [{"nums": [1, 2, n], "target": n + 3} for n in range(3, 13)]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    small = {"MODEL": str(small_model), "MAX_PROMPT_LENGTH": "512"}  # a byte is a token
-    error = error_line(make("data", **variables, **small, SOURCE=str(folder), DEV_SIZE="0", TEST_FREQ="0"))
-    assert "only 2 training prompts" in error and "less than TRAIN_BATCH_SIZE=" in error
-    assert (data_dir / "train.parquet").read_bytes() == before
-    assert "up to date" in make("data", **variables).stdout
 
 
 @pytest.mark.medium

@@ -11,7 +11,7 @@ from tasks.calculator.environment import TOOLS, Environment
 from verl_tasks.evaluation import chat_episode
 from verl_tasks.evaluation.chat import talk, task_system, typed
 from verl_tasks.evaluation.chat_episode import Table
-from verl_tasks.evaluation.engines import Sampling
+from verl_tasks.evaluation.engines import Sampling, window
 from verl_tasks.evaluation.rollouts import Completion
 from verl_tasks.evaluation.sample import Scoring
 from verl_tasks.models.chat_template import answer_ids, prompt_ids
@@ -19,6 +19,7 @@ from verl_tasks.rewards.environment import Step
 from verl_tasks.rewards.episode import Limits
 from verl_tasks.rewards.tool_calls import render_calls
 from verl_tasks.rows import chat, read_rows, rl_row, rl_schema, write_parquet
+from verl_tasks.settings import SettingsError
 
 HOW = Sampling(n=1, greedy=False, temperature=1.0, top_p=1.0, max_prompt_tokens=50, max_tokens=5, seed=0)
 SYSTEM = [{"role": "system", "content": "be brief"}]
@@ -87,9 +88,6 @@ def test_ctrl_c_stops_an_answer_and_not_the_conversation():
 
 
 def test_windows_are_those_of_the_model(tmp_path):
-    from verl_tasks.evaluation.engines import window
-    from verl_tasks.settings import SettingsError
-
     (tmp_path / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 2048}')
     assert window(str(tmp_path), 64) == 2048
     (tmp_path / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 32768}')
@@ -100,36 +98,26 @@ def test_windows_are_those_of_the_model(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"max_position_embeddings": None}, {"hidden_size": 64.0}, {"num_attention_heads": 0}, {"dtype": "float7"}]
+    "wrong",
+    [
+        {"max_position_embeddings": None},
+        {"hidden_size": 64.0},
+        {"num_attention_heads": 0},
+        {"dtype": "float7"},
+        {"model_type": "new_kind", "auto_map": {"AutoConfig": "own.Config"}},
+    ],
 )
-def test_a_config_that_transformers_refuses_is_one_line(wrong, small_model, tmp_path):
-    """Of a value's type it raises a class of its own."""
-    from verl_tasks.evaluation.engines import window
-    from verl_tasks.settings import SettingsError
-
+def test_a_config_that_transformers_refuses_is_one_line(wrong, small_model, tmp_path, monkeypatch):
+    """Of a value's type it raises a class of its own. Of a model's own code it would ask, and the chat would wait."""
+    monkeypatch.setattr("builtins.input", lambda *question: pytest.fail("asked"))
     config = json.loads((small_model / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | wrong))
     with pytest.raises(SettingsError, match=f"MODEL={tmp_path}: "):
         window(str(tmp_path), 64)
 
 
-def test_a_models_own_code_is_not_asked_for(small_model, tmp_path, monkeypatch):
-    """The question would be in the log, and the chat would wait for an answer."""
-    from verl_tasks.evaluation.engines import window
-    from verl_tasks.settings import SettingsError
-
-    monkeypatch.setattr("builtins.input", lambda *question: pytest.fail("asked"))
-    config = {"model_type": "new_kind", "auto_map": {"AutoConfig": "own.Config"}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(SettingsError, match=f"MODEL={tmp_path}: "):
-        window(str(tmp_path), 64)
-
-
 def test_a_longrope_models_window_is_its_short_one(tmp_path):
     """Phi-4-mini: beyond it vLLM turns the tokens of all texts otherwise than the training."""
-    from verl_tasks.evaluation.engines import window
-    from verl_tasks.settings import SettingsError
-
     turned = {"type": "longrope", "short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
     config = {"model_type": "phi3", "hidden_size": 64, "num_attention_heads": 2, "rope_scaling": turned}
     config |= {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "pad_token_id": 0}

@@ -47,7 +47,6 @@ def settings(**changes):
 def test_batches_are_divided_by_all_gpus_of_all_machines():
     assert settings(N_GPUS="4", NNODES="8").world_size == 32
     assert "N_GPUS=4 x NNODES=3: must divide MINI_BATCH_SIZE x ROLLOUT_N" in error_of(N_GPUS="4", NNODES="3")
-    assert "NNODES=2: is for the RL methods" in error_of(NNODES="2", METHOD="dpo")
 
 
 @pytest.mark.parametrize("given", ["auto", "10.0.0.1:6379", "head.example.com:6379", "[fd00::1]:6379"])
@@ -296,12 +295,6 @@ def test_the_sbatch_script_starts_ray_on_each_node_and_trains_on_the_first(tmp_p
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", SBATCH.read_text(), re.MULTILINE))
     assert (options["nodes"], options["gpus-per-node"]) == ("2", variables_of(lines[-1])["N_GPUS"])
     assert f"--num-gpus={options['gpus-per-node']}" in started[0] and options["ntasks-per-node"] == "1"
-
-
-@pytest.mark.skipif(not shutil.which("shellcheck", path=Path(sys.executable).parent), reason="no shellcheck")
-def test_the_sbatch_script_passes_shellcheck():
-    checked = subprocess.run([Path(sys.executable).parent / "shellcheck", SBATCH], capture_output=True, text=True)
-    assert checked.returncode == 0, checked.stdout
 
 
 # ---- two nodes on this machine

@@ -4,10 +4,6 @@ worker leave the cores to each other.
 """
 
 import importlib
-import json
-import os
-import subprocess
-import sys
 import threading
 import time
 import types
@@ -15,7 +11,7 @@ import types
 import pytest
 import torch
 
-from tests.helpers import ROOT
+from tests.helpers import on_our_platform
 from tests.test_settings import VALUES
 from verl_tasks.machine import hardware
 from verl_tasks.machine.hardware import cpu_dtype, number_bytes
@@ -66,15 +62,7 @@ print(json.dumps(found))
 @pytest.fixture(scope="module")
 def found() -> dict:
     """What one process with verl and our platform found."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "VERL_PLATFORM": "cpu",
-        "VERL_USE_EXTERNAL_MODULES": "verl_tasks.verl_plugins.cpu.verl_platform",
-    }
-    result = subprocess.run([sys.executable, "-c", FOUND], env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-2000:]
-    return json.loads(result.stdout.splitlines()[-1])
+    return on_our_platform(FOUND)
 
 
 @pytest.mark.medium

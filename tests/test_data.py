@@ -457,12 +457,6 @@ def test_the_dev_set_is_of_what_would_train_and_at_most_a_tenth_of_it(tmp_path):
     assert dev_of(random.Random(1).sample(items(300), 300), tmp_path, test=20, dev=16, limit=250) == dev
 
 
-def test_rows_of_one_prompt_are_not_divided_between_dev_and_train(tmp_path):
-    given = [row_of(f"prompt {number % 50}", f"answer {number}") for number in range(1000)]
-    dev = dev_of(given, tmp_path, test=20, dev=30)
-    assert len(dev) == 40 and not {*dev} & {*prompts(read_rows(tmp_path / "train.parquet"))}
-
-
 def test_split_depends_on_prompt_and_seed_and_not_on_the_place(tmp_path):
     given = items(300)
     first = done(given, tmp_path)
@@ -493,6 +487,8 @@ def test_rows_of_one_prompt_go_to_one_side(tmp_path):
     train, test, dropped = done([*given, *given[:30]], tmp_path, Sizes(test=15))
     assert (len(train), len(test), dropped) == (980, 20, {"duplicates": 30})
     assert not {*prompts(train)} & {*prompts(test)}
+    dev = dev_of(given, tmp_path, test=20, dev=30)
+    assert len(dev) == 40 and not {*dev} & {*prompts(read_rows(tmp_path / "train.parquet"))}
 
 
 def test_test_split_of_the_source_stays_its_own(tmp_path):
@@ -598,11 +594,7 @@ def test_a_row_takes_little_more_memory_than_its_text(tmp_path):
 def dealt(given, test, dev, train, seed=1):
     sides = deal(iter(given), identity, {"test": test, "dev": dev, "train": train}, seed)
     assert [len(sides[name]) for name in ("test", "dev", "train")] == [test, dev, train]
-    return [prompts_of(sides[name]) for name in ("test", "dev", "train")]
-
-
-def prompts_of(side):
-    return [item.prompt for item in side]
+    return [[item.prompt for item in sides[name]] for name in ("test", "dev", "train")]
 
 
 @settings(max_examples=200, database=None)

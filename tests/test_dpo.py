@@ -12,6 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.helpers import ROOT
@@ -51,33 +53,16 @@ def written(path: Path, records: list[dict]) -> Path:
 # ---- rows
 
 
-@pytest.mark.parametrize(
-    "record",
-    [
-        {"prompt": "2+2?", "chosen": "4", "rejected": "5"},
-        {"question": "2+2?", "chosen": GOOD[0], "rejected": BAD[0]},
-        {"prompt": USER, "chosen": GOOD, "rejected": BAD},
-        {"chosen": USER + GOOD, "rejected": USER + BAD},
-        {"messages": USER, "chosen": "4", "rejected": "5"},
-        {
-            "conversations": [{"from": "human", "value": "2+2?"}],
-            "chosen": {"from": "gpt", "value": "4"},
-            "rejected": {"from": "gpt", "value": "5"},
-        },
-    ],
-)
-@pytest.mark.parametrize("name", ["pairs.jsonl", "pairs.json"])
-def test_a_record_of_every_form_is_the_same_pair(tmp_path, record, name):
-    ((_, pair),) = read_pairs(written(tmp_path / name, [record]))
-    assert (pair.messages(), pair.ground_truth, pair.tools) == (USER, {"chosen": "4", "rejected": "5"}, None)
-
-
-def test_parquet_of_plain_text_columns_is_read(tmp_path):
-    import pandas as pd
-
-    pd.DataFrame([{"prompt": "2+2?", "chosen": "4", "rejected": "5"}]).to_parquet(tmp_path / "pairs.parquet")
-    ((_, pair),) = read_pairs(tmp_path / "pairs.parquet")
-    assert (pair.messages(), pair.ground_truth) == (USER, {"chosen": "4", "rejected": "5"})
+@pytest.mark.parametrize("name", ["pairs.jsonl", "pairs.json", "pairs.parquet"])
+def test_a_pair_is_read_from_any_file(tmp_path, name):
+    """Of the forms that a record may have: test_formats.py."""
+    pair = {"prompt": "2+2?", "chosen": "4", "rejected": "5"}
+    if name == "pairs.parquet":  # of plain columns, not ours
+        pq.write_table(pa.Table.from_pylist([pair]), tmp_path / name)
+    else:
+        written(tmp_path / name, [pair])
+    ((_, found),) = read_pairs(tmp_path / name)
+    assert (found.messages(), found.ground_truth, found.tools) == (USER, {"chosen": "4", "rejected": "5"}, None)
 
 
 def test_tools_of_our_own_parquet_are_taken_as_they_are(tmp_path):

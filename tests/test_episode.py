@@ -518,12 +518,6 @@ def test_sft_learns_the_models_turns_as_an_engine_would_sample_them(tokenizer, p
     assert learned == f"{shown[0]['content']}<|im_end|>{shown[2]['content']}<|im_end|>"
 
 
-def test_a_single_turn_demonstration_learns_its_last_message_alone(small_tokenizer):
-    messages = [*chat("a"), {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-    ids, mask = demonstration_ids(small_tokenizer, *rows.demonstration(sft_row(messages, "d")))
-    assert small_tokenizer.decode([t for t, mine in zip(ids, mask, strict=True) if mine]) == "d<|im_end|>"
-
-
 SERVED = rl_row("calculator", chat("What is 347 * 58?", SYSTEM), {"answer": "20126"}, "train", 0, TOOLS)
 
 

@@ -17,6 +17,7 @@ from tasks.countdown import reward as countdown
 from tasks.gsm8k import reward as gsm8k
 from tests import stub_evaluate
 from tests.helpers import PYTHON, ROOT, error_line, exported, task_settings
+from tests.stub_evaluate import asked
 from tests.test_runs import make_run
 from tests.test_settings import VALUES
 from verl_tasks.evaluation import sample
@@ -221,10 +222,6 @@ def test_when_nothing_can_be_scored_the_reason_is_the_error(workplace, command, 
     assert "cannot score this" in error
 
 
-def asked(model: Path) -> list:
-    return [json.loads(line) for line in (model / "asked.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.medium
 def test_what_was_sampled_is_kept_when_the_engine_dies_and_is_not_asked_again(workplace):
     model = workplace.model("m", table(RIGHT, 16, GREEDY))
@@ -273,6 +270,11 @@ def test_rescore_repeats_the_summary_without_a_model_and_leaves_the_file(workpla
     assert result.returncode == 1 and "has two texts: two test sets" in result.stdout
 
 
+STORED = {"mode": "sampled", "response": TRUTH, "finish_reason": "stop", "tokens": 3, "entropy": 0.5}
+STORED |= {"prompt": chat("p"), "data_source": "countdown", "ground_truth": TRUTH, "extra_info": {}, "reward": None}
+TWO_GREEDY = "".join(json.dumps(STORED | {"index": 0, "mode": "greedy", "sample": n}) + "\n" for n in (0, 1))
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -281,6 +283,8 @@ def test_rescore_repeats_the_summary_without_a_model_and_leaves_the_file(workpla
         ("{}\n", "line 1: is not a rollout"),
         ("[1, 2]\n", "line 1: is not a rollout"),
         ("not json\n{}\n", "line 1: is not a rollout"),
+        ("[" * 100_000 + "\n", "line 1: is not a rollout"),
+        (TWO_GREEDY, "line 2: sample must be 0 for a greedy response"),
     ],
 )
 def test_rescore_refuses_a_file_without_rollouts_in_one_line(workplace, tmp_path, content, said):
@@ -293,8 +297,6 @@ def test_rescore_refuses_a_file_without_rollouts_in_one_line(workplace, tmp_path
     assert line.startswith("error:") and said in line and str(file) in line
 
 
-STORED = {"mode": "sampled", "response": TRUTH, "finish_reason": "stop", "tokens": 3, "entropy": 0.5}
-STORED |= {"prompt": chat("p"), "data_source": "countdown", "ground_truth": TRUTH, "extra_info": {}, "reward": None}
 JUNK = [
     None,
     True,
@@ -339,15 +341,15 @@ def test_rescore_of_a_file_that_was_edited_by_hand_is_done_or_names_the_line(wor
     assert name in ("error", "messages", "lenient") or "line 1: is not a rollout" in error_line(result)
 
 
-def test_rescore_refuses_two_greedy_responses_of_a_prompt_and_json_without_an_end(workplace, tmp_path):
-    file, row = tmp_path / "r.jsonl", STORED | {"index": 0, "mode": "greedy"}
-    file.write_text("".join(json.dumps(row | {"sample": sample}) + "\n" for sample in (0, 1)))
-    assert "line 2: sample must be 0 for a greedy response" in error_line(workplace.run("rescore", ROLLOUTS=str(file)))
-    file.write_text("[" * 100_000 + "\n")
-    assert "line 1: is not a rollout" in error_line(workplace.run("rescore", ROLLOUTS=str(file)))
-
-
 # ---- probe
+
+
+def two_each(rewards: list[dict]) -> list[Rollout]:
+    """Two samples of each prompt with these rewards."""
+    return [
+        Rollout(i // 2, "sampled", i % 2, "", "stop", 1, 0.5, [], "t", "7", {}, reward)
+        for i, reward in enumerate(rewards)
+    ]
 
 
 def partial(scores: list[list[float]], right: list[int]) -> float:
@@ -366,11 +368,7 @@ def partial(scores: list[list[float]], right: list[int]) -> float:
 def test_partial_credit_pulls_as_a_right_answer_does(credit, share):
     """One prompt has a right sample and a wrong one, the other one that earns the credit and one that does not."""
     rewards = [{"score": score, "acc": float(score == 1)} for score in (1.0, 0.0, credit, 0.0)]
-    rollouts = [
-        Rollout(i // 2, "sampled", i % 2, "", "stop", 1, 0.5, [], "t", "7", {}, reward)
-        for i, reward in enumerate(rewards)
-    ]
-    assert partial_credit(by_prompt(rollouts)) == pytest.approx(share)
+    assert partial_credit(by_prompt(two_each(rewards))) == pytest.approx(share)
 
 
 @pytest.mark.parametrize(
@@ -384,10 +382,7 @@ def test_partial_credit_pulls_as_a_right_answer_does(credit, share):
     ],
 )
 def test_the_verdict_on_partial_credit_fits_what_there_is(scores, right, value, good, said):
-    rollouts = [
-        Rollout(i // 2, "sampled", i % 2, "", "stop", 1, 0.5, [], "t", "7", {}, {"score": score, "acc": i in right})
-        for i, score in enumerate(scores)
-    ]
+    rollouts = two_each([{"score": score, "acc": i in right} for i, score in enumerate(scores)])
     verdict = probed(rollouts, by_prompt(rollouts))["verdicts"][4]
     assert (verdict["value"], verdict["good"]) == (pytest.approx(value), good) and said in verdict["words"]
 
@@ -405,10 +400,7 @@ def test_the_verdict_on_partial_credit_fits_what_there_is(scores, right, value, 
 )
 def test_the_verdict_on_variance_knows_small_scores_and_a_reward_upside_down(scores, variance_good, words, conclusion):
     """Two prompts, of which each has a right sample, then a wrong one."""
-    rollouts = [
-        Rollout(i // 2, "sampled", i % 2, "", "stop", 1, 0.5, [], "t", "7", {}, {"score": score, "acc": 1 - i % 2})
-        for i, score in enumerate(scores)
-    ]
+    rollouts = two_each([{"score": score, "acc": 1 - i % 2} for i, score in enumerate(scores)])
     found = probed(rollouts, by_prompt(rollouts))
     verdict = found["verdicts"][1]
     assert verdict["good"] is variance_good and words in verdict["words"]
@@ -450,13 +442,9 @@ def test_probe_gives_the_exact_signal_of_each_prompt_and_the_verdict(workplace):
 )
 def test_the_filter_keeps_what_grpo_learns_from(workplace, bounds, kept):
     """F1 as the score: it differs where no sample is exactly right, and may be one where all are wrong or right."""
-    scores = [(0.2, 0.2), (0.2, 0.6), (0.0, 0.0), (1.0, 0.6), (1.0, 1.0), (1.0, 0.9)]
-    right = [(0, 0), (0, 0), (0, 0), (1, 0), (1, 1), (1, 1)]
-    rollouts = [
-        Rollout(i, "sampled", n, "", "stop", 1, 0.5, [], "t", "7", {}, {"score": score, "acc": right[i][n]})
-        for i, both in enumerate(scores)
-        for n, score in enumerate(both)
-    ]
+    scores = (0.2, 0.2, 0.2, 0.6, 0.0, 0.0, 1.0, 0.6, 1.0, 1.0, 1.0, 0.9)
+    right = (0, 0, 0, 0, 0, 0, 1, 0, 1, 1, 1, 1)
+    rollouts = two_each([{"score": score, "acc": acc} for score, acc in zip(scores, right, strict=True)])
     data, found = workplace.artifacts / "data/countdown/train.parquet", workplace.artifacts / "signal.parquet"
     s = replace(task_settings("countdown"), TRAIN_FILE=str(data))
     write_signal(s, load_settings(bounds | {"STAGE": "probe"}, cls=Command), by_prompt(rollouts), found)
@@ -465,12 +453,7 @@ def test_the_filter_keeps_what_grpo_learns_from(workplace, bounds, kept):
 
 def test_a_reward_may_return_a_key_that_is_called_like_a_column_of_the_probe():
     same = {"index": 1.0, "samples": 9.0, "variance": 9.0}
-    rewards = [{"score": i / 4, "acc": float(i > 2)} | same for i in range(4)]
-    rollouts = [
-        Rollout(i // 2, "sampled", i % 2, "", "stop", 1, 0.5, [], "t", "7", {}, reward)
-        for i, reward in enumerate(rewards)
-    ]
-    found = by_prompt(rollouts)
+    found = by_prompt(two_each([{"score": i / 4, "acc": float(i > 2)} | same for i in range(4)]))
     assert found[["samples", "accuracy", "score"]].to_numpy().tolist() == [[2, 0, 0.125], [2, 0.5, 0.625]]
     assert found["variance"].tolist() == pytest.approx([1 / 64, 1 / 64])
 

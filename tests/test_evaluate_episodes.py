@@ -16,6 +16,7 @@ import pytest
 from tasks.calculator.environment import TOOLS, Environment
 from tests import stub_evaluate
 from tests.helpers import ROOT, exported
+from tests.stub_evaluate import asked
 from verl_tasks.evaluation import episodes, sample, sampler
 from verl_tasks.evaluation.engine_pool import Hardware
 from verl_tasks.evaluation.engines import Request, Sampling, TurnRequest
@@ -95,10 +96,6 @@ def test_a_chat_that_the_template_refuses_is_named_before_an_engine_starts(small
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
     with pytest.raises(DataError, match=r"token \d+ of its tokenizer, and its weights know 100; take the tokenizer"):
         check_chat(job, plain)
-
-
-def asked(model: Path) -> list[list]:
-    return [json.loads(line) for line in (model / "asked.jsonl").read_text().splitlines()]
 
 
 def test_episodes_get_the_exact_metrics_and_each_turn_is_one_batch(workplace):

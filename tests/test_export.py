@@ -36,9 +36,7 @@ def command(output: Path, **given) -> Command:
 
 
 def test_a_whole_model_is_copied_with_a_card_that_its_validator_reads(s, run_dir, small_model, tmp_path):
-    (source := tmp_path / "checkpoint").mkdir()
-    for file in small_model.iterdir():
-        (source / file.name).write_bytes(file.read_bytes())
+    source = shutil.copytree(small_model, tmp_path / "checkpoint")
     (source / "optim_world_size_1_rank_0.pt").write_bytes(b"the trainer's own")
     said = export.export(s, command(tmp_path / "out"), run_dir, str(source))
     names = {file.name for file in (tmp_path / "out").iterdir()}
@@ -78,9 +76,7 @@ def test_the_reward_is_the_one_that_the_run_was_trained_with(s, run_dir, small_m
 
 
 def test_sampling_of_the_base_model_that_differs_from_the_evaluations_is_said(s, run_dir, small_model, tmp_path):
-    (source := tmp_path / "checkpoint").mkdir()
-    for file in small_model.iterdir():
-        (source / file.name).write_bytes(file.read_bytes())
+    source = shutil.copytree(small_model, tmp_path / "checkpoint")
     assert "generation_config" not in export.export(s, command(tmp_path / "a"), run_dir, str(source))
     own = {"temperature": 0.7, "top_k": 20, "top_p": s.TOP_P, "min_p": None, "repetition_penalty": 1.1}
     (source / "generation_config.json").write_text(json.dumps(own))
@@ -104,9 +100,7 @@ def test_a_run_whose_base_model_is_gone_is_exported(s, run_dir, small_model, tmp
 
 
 def test_what_cannot_be_read_is_one_line_and_leaves_no_folder(s, run_dir, small_model, tmp_path):
-    (torn := tmp_path / "checkpoint").mkdir()
-    for file in small_model.iterdir():
-        (torn / file.name).write_bytes(file.read_bytes())
+    torn = shutil.copytree(small_model, tmp_path / "checkpoint")
     (torn / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(
         SettingsError, match=r"checkpoint: model.safetensors is no whole file of weights .*; take another STEP"

@@ -130,12 +130,15 @@ def test_a_manifest_that_cannot_be_read_says_of_no_data_that_they_were_made(s, t
     assert s.made() == {} and s.contents() == missing
 
 
-def begun(s, kind, parts):
-    """A run with a record of what it read."""
-    mark = s.sft_fingerprint() if kind == "sft" else fingerprint(s.rl_parts([]))
-    run_dir = folder.sft_dir(s) if kind == "sft" else rl_run(s, []).folder
-    folder.record(run_dir, kind, mark, s, "start", [], reads=parts)
-    return run_dir
+def test_a_broken_manifest_one_without_its_rows_and_a_missing_parquet_are_made_again(s, monkeypatch):
+    made = prepare(s, toy())
+    manifest, train = s.data_dir / "manifest.json", s.data_dir / "train.parquet"
+    before = train.read_bytes()
+    monkeypatch.setattr(main, "script", lambda s, name: prepare(s, toy()))
+    for text in ("[]", json.dumps(made | {"rows": 3}), ""):
+        manifest.write_text(text) if text else train.unlink()
+        assert not main.data(main.Job("eval", s, None, [])).startswith("up to date: ")
+        assert json.loads(manifest.read_text()) == made and train.read_bytes() == before
 
 
 def test_a_line_says_what_starts_anew_and_why(s, code, capsys):
@@ -166,7 +169,8 @@ def test_a_line_says_what_starts_anew_and_why(s, code, capsys):
 def test_a_named_run_is_not_refused_before_its_data_are_there(s):
     s = replace(s, RUN="mine")
     prepare(s, toy())
-    run_dir = begun(s, "rl", s.rl_parts([]))
+    run_dir, parts = rl_run(s, []).folder, s.rl_parts([])
+    folder.record(run_dir, "rl", fingerprint(parts), s, "start", [], reads=parts)
     os.remove(s.data_dir / "manifest.json")
     assert rl_run(s, []).folder == run_dir
     with pytest.raises(SettingsError, match=r"RUN=mine: exists with other settings \(LR\)"):

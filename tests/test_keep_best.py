@@ -227,11 +227,6 @@ def test_the_best_is_by_accuracy_then_by_reward_then_the_first():
     assert validation.words(metrics) == "dev 0.300, best 0.300 (step 3)"
 
 
-def test_validations_of_the_policy_before_ppo_trains_it_wear_out_no_patience():
-    metrics = {step: row(0.2) for step in (1, 2, 3, 4)} | {5: row(0.1)}
-    assert [validation.ends_early(metrics, 2, unchanged) for unchanged in (0, 3, 4)] == [True, True, False]
-
-
 def test_the_dev_score_is_verls_mean_whatever_else_it_logs():
     from verl.trainer.ppo.metric_utils import process_validation_metrics
 

@@ -10,11 +10,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import filterfalse
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.helpers import has_ended, until
 from verl_tasks.leftovers import ENDING, Interrupts, Launch, interrupt_on_sigterm
 from verl_tasks.settings import ROOT
 
@@ -79,7 +81,7 @@ class Tree:
         heard = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # where pytest itself runs by nohup
         self.launcher = subprocess.Popen(command, cwd=ROOT, **pipes, start_new_session=True, preexec_fn=heard)
         said = [(folder / name) for name in ("daemon", "agent", "stage")]
-        wait_until(lambda: all(file.exists() and file.read_text() for file in said), 60)
+        until(lambda: all(file.exists() and file.read_text() for file in said), 60)
         daemon, memory, *temporary = said[0].read_text().split()
         self.processes = [int(daemon), *(int(file.read_text()) for file in said[1:])]
         self.files = [Path("/dev/shm") / memory, *map(Path, temporary)]
@@ -87,28 +89,13 @@ class Tree:
         assert len(self.left()) == 6
 
     def left(self) -> list:
-        return [*filter(runs, self.processes), *(file for file in self.files if file.exists())]
+        return [*filterfalse(has_ended, self.processes), *(file for file in self.files if file.exists())]
 
     def end_stage(self) -> None:
         (self.folder / "end").touch()
 
     def output(self) -> str:
         return self.launcher.communicate(timeout=30)[0]
-
-
-def runs(pid: int) -> bool:
-    """Whether the process ``pid`` is there, and no zombie."""
-    try:
-        return psutil.Process(pid).status() != "zombie"
-    except psutil.NoSuchProcess:  # it may end between any two looks
-        return False
-
-
-def wait_until(holds, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.mark.medium
@@ -129,7 +116,7 @@ def test_signals_during_the_clean_up_do_not_break_it_off(number, tmp_path):
 def test_a_signal_in_the_clean_up_of_a_stage_that_ended_waits_for_it(tmp_path):
     tree = Tree(tmp_path)
     tree.end_stage()
-    wait_until(lambda: not runs(tree.processes[2]), 30)
+    until(lambda: has_ended(tree.processes[2]), 30)
     os.kill(tree.launcher.pid, signal.SIGINT)
     said = tree.output()
     assert tree.launcher.returncode == 130 and "went on" not in said
@@ -143,8 +130,8 @@ def test_ten_seconds_after_a_kill_nothing_is_left(kill, tmp_path):
     (keeper,) = psutil.Process(tree.launcher.pid).children()
     kill(tree.launcher.pid, signal.SIGKILL)
     tree.launcher.wait()
-    wait_until(lambda: tree.left() == [], 10)
-    wait_until(lambda: not runs(keeper.pid), 10)
+    until(lambda: tree.left() == [], 10)
+    until(lambda: has_ended(keeper.pid), 10)
 
 
 @pytest.mark.medium
@@ -184,7 +171,7 @@ def test_the_sockets_of_a_program_in_place_of_the_launcher_go_with_it(kill, tmp_
     assert made.exists() and chat.poll() is None  # the keeper waits
     chat.kill() if kill else chat.stdin.close()
     assert chat.wait(30) == (-signal.SIGKILL if kill else 0)
-    wait_until(lambda: not made.parent.exists(), 10)
+    until(lambda: not made.parent.exists(), 10)
 
 
 @pytest.mark.parametrize(("name", "used"), [("a", True), ("a b", False), ("a" * 30, False)])

@@ -77,24 +77,17 @@ def exact(source, text, truth, extra=None):
 
 
 @pytest.mark.parametrize(
-    ("response", "lenient"),
-    [
-        ("Yes.", True),
-        ("(yes)", True),
-        ("Think.\nAnswer: **yes**.", True),
-        ("The answer is: yes", True),
-        ("The answer is not yes", False),
-        ("yes or no", False),
-        ("Answer: yes\nNo, it is no.", False),
-    ],
-)
-def test_a_word_is_an_answer_with_a_label_and_a_full_stop_too(response, lenient):
-    assert rollout(response, "yes", exact).lenient is lenient
-
-
-@pytest.mark.parametrize(
     ("truth", "response", "lenient"),
     [
+        # A word with a label and a full stop.
+        ("yes", "Yes.", True),
+        ("yes", "(yes)", True),
+        ("yes", "Think.\nAnswer: **yes**.", True),
+        ("yes", "The answer is: yes", True),
+        ("yes", "The answer is not yes", False),
+        ("yes", "yes or no", False),
+        ("yes", "Answer: yes\nNo, it is no.", False),
+        # A letter before its option, and a block of code.
         ("b", "The answer is B) Oslo", True),
         ("b", "So it is\n**(B) Oslo, 1905**", True),
         ("b", "Antwort: B.", True),
@@ -104,15 +97,7 @@ def test_a_word_is_an_answer_with_a_label_and_a_full_stop_too(response, lenient)
         ("select 1\nfrom x", "This query:\n```sql\nSELECT 1\nFROM x\n```", True),
         ("select 1", "```\nSELECT 2\n```\nNo:\n```\nSELECT 1\n```\nThat gives 1.", True),
         ("select 1", "```\nSELECT 1\n```\nNo:\n```\nSELECT 2\n```", False),
-    ],
-)
-def test_a_letter_before_its_option_and_a_block_of_code_are_answers(truth, response, lenient):
-    assert rollout(response, truth, exact).lenient is lenient
-
-
-@pytest.mark.parametrize(
-    ("truth", "response", "lenient"),
-    [
+        # Several numbers, and Chinese.
         ("83.67 km", "The answer is 83.67 km.", True),
         ("83,67 km", "Antwort: **83,67 km**", True),
         ("14:30", "It leaves at noon.\nAnswer: 14:30", True),
@@ -123,7 +108,7 @@ def test_a_letter_before_its_option_and_a_block_of_code_are_answers(truth, respo
         ("十五", "答案：十六。", False),
     ],
 )
-def test_an_answer_of_several_numbers_or_in_chinese_is_one(truth, response, lenient):
+def test_a_text_is_the_answer_in_any_of_these_forms(truth, response, lenient):
     assert rollout(response, truth, exact).lenient is lenient
 
 

@@ -559,19 +559,6 @@ def test_record_that_a_task_cannot_use_is_named(folder, tmp_path, small_model):
     assert not (folder / "manifest.json").exists()
 
 
-def test_prompt_that_is_no_chat_is_named(tmp_path):
-    path = write_lines(tmp_path / "x.jsonl", [{"question": "q"}])
-    with pytest.raises(DataError, match=r"line 1: the prompt each message needs a role"):
-        list(Examples(load(path), lambda record: [Example([{"role": "x", "content": "y"}], "1")]))
-
-
-@pytest.mark.parametrize("demonstration", [5, ["5"]])
-def test_demonstration_that_is_no_text_is_named(tmp_path, demonstration):
-    path = write_lines(tmp_path / "x.jsonl", [{"question": "q"}])
-    with pytest.raises(DataError, match=r"line 1: the demonstration must be text, or messages, is .*5"):
-        list(Examples(load(path), lambda record: [Example("q", "5", demonstration)]))
-
-
 def main_said(monkeypatch, sources, **changes) -> str:
     """What prepare_data.py ends with, with exit code 1."""
     monkeypatch.setattr(prepare_module, "load_settings", lambda: settings_for(**changes))
@@ -597,29 +584,26 @@ def test_what_a_generator_raises_is_one_line_with_its_place_and_its_example(fold
     assert re.fullmatch(rf"error: {said} \(tests/test_prepare.py:\d+, in \S+\); in example 2; traceback: \S+", told)
 
 
-@pytest.mark.parametrize("value", [Decimal("1.50"), date(2024, 1, 2), b"x", float("nan")])
-def test_a_ground_truth_that_json_cannot_hold_is_named(folder, tmp_path, value):
-    """As parquet and pandas have them; NaN, which equals nothing, had been a truth."""
-    examples = Examples(load(write_lines(tmp_path / "x.jsonl", [{}])), lambda _: [Example("q", {"v": [value]})])
-    with pytest.raises(DataError, match=r"x.jsonl: line 1: the ground truth must be text or a JSON value \("):
-        list(examples)
-    with pytest.raises(DataError, match=r"example 2: the ground truth must be text or a JSON value \("):
-        prepare(settings_for(), {"toy": lambda _: iter([Example("p", "1"), Example("q", {"v": [value]})])})
-
-
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
+        *(
+            ({"ground_truth": {"v": [value]}}, r"the ground truth must be text or a JSON value \(")
+            for value in (Decimal("1.50"), date(2024, 1, 2), b"x", float("nan"))  # as parquet and pandas have them
+        ),
         ({"tools": [{"name": "ls", "parameters": {1}}]}, "the tools must be text or a JSON value"),
         ({"demonstration": [{"role": "tool", "content": None}]}, "the demonstration must be text, or messages"),
+        *(({"demonstration": five}, "the demonstration must be text, or messages, is .*5") for five in (5, ["5"])),
         ({"prompt": [{"role": "user", "content": None}]}, "the prompt each message needs a text content"),
+        ({"prompt": [{"role": "x", "content": "y"}]}, "the prompt each message needs a role"),
     ],
-    ids=["tools", "demonstration", "prompt"],
 )
-def test_an_example_that_no_file_can_hold_is_named(folder, monkeypatch, fields, said):
+def test_an_example_that_no_file_can_hold_is_named(folder, tmp_path, fields, said):
     bad = replace(Example("q", "1", "a"), **fields)
-    told = main_said(monkeypatch, {"toy": lambda settings: iter([bad, *examples(9)])})
-    assert re.fullmatch(f"error: example 1: {said}.*", told)
+    with pytest.raises(DataError, match=f"x.jsonl: line 1: {said}"):
+        list(Examples(load(write_lines(tmp_path / "x.jsonl", [{}])), lambda _: [bad]))
+    with pytest.raises(DataError, match=f"^example 2: {said}"):
+        prepare(settings_for(), {"toy": lambda _: iter([Example("p", "1"), bad, *examples(9)])})
 
 
 def test_what_is_no_example_is_named(folder, monkeypatch):

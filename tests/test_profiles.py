@@ -1,6 +1,5 @@
 """tasks/*/profiles: each composes on the GPU stacks, and passes doctor's estimate of memory for its hardware."""
 
-import json
 import re
 from dataclasses import replace
 from functools import partial
@@ -51,18 +50,8 @@ QWEN25_32B = {
     "tie_word_embeddings": False,
 }
 QWEN25_14B = QWEN25_32B | {"num_hidden_layers": 48, "intermediate_size": 13824}
-SMOLLM2 = {
-    "model_type": "llama",
-    "hidden_size": 576,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "intermediate_size": 1536,
-    "vocab_size": 49152,
-    "tie_word_embeddings": True,
-}
 CONFIGS = {
-    "embedded": SMOLLM2,
+    "embedded": memory.EMBEDDED_CONFIG,
     "Qwen/Qwen3-4B": QWEN3_4B,
     "Qwen/Qwen3-4B-Instruct-2507": QWEN3_4B,
     "Qwen/Qwen2.5-3B-Instruct": QWEN25_3B,
@@ -81,11 +70,6 @@ def hardware_of(profile: Path) -> tuple[str, str]:
     """How many GPUs of which kind, as the profile's name says."""
     count, kind = profile.stem.rsplit("-", 1)[1].split("x", 1)
     return count, kind
-
-
-def shapes_of(model: str, tmp_path: Path) -> memory.Shapes:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[model]))
-    return memory.shapes_of(str(tmp_path))
 
 
 def test_each_typical_use_has_its_profile():
@@ -110,11 +94,11 @@ def test_parameters_are_those_that_the_model_is_known_by(config, parameters):
 
 @pytest.mark.parametrize("stack", STACKS)
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda path: path.stem)
-def test_a_profile_and_its_warm_up_compose_and_fit_their_hardware(profile, stack, monkeypatch, tmp_path):
+def test_a_profile_and_its_warm_up_compose_and_fit_their_hardware(profile, stack, monkeypatch):
     s = loaded(profile, STACK=stack)
     package = verl_package(verl_versions.wanted(s))  # the stack's verl, not the one that is installed
     monkeypatch.setattr(verl_config, "compose", partial(verl_config.compose, package=package))
-    model, plan = shapes_of(s.MODEL, tmp_path), memory_checks.plan(s, [])
+    model, plan = memory.shapes(CONFIGS[s.MODEL]), memory_checks.plan(s, [])
     gpus, kind = hardware_of(profile)
     assert int(gpus) == s.N_GPUS == plan.gpus and plan.share == s.GPU_MEMORY_UTILIZATION
     for each in (plan, memory_checks.plan(s, [], "sft")):

@@ -69,13 +69,6 @@ def here(tmp_path, monkeypatch):
         endpoint.starter.wait()
 
 
-@pytest.fixture(scope="module")
-def small_tokenizer(small_model):
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(small_model)
-
-
 @pytest.fixture
 def made(tmp_path):
     """The environment of a program with this ``body`` of main."""
@@ -116,18 +109,14 @@ while True:
 """
 
 
-def test_a_programs_tokens_are_those_of_the_same_episode_in_an_environment(small_tokenizer, made):
-    episode, asked = episode_of(small_tokenizer, made(AGENT), CALL, "It is <answer>5</answer>")
+def test_a_programs_tokens_are_those_of_the_same_episode_in_an_environment(tokenizer, made):
+    episode, asked = episode_of(tokenizer, made(AGENT), CALL, "It is <answer>5</answer>")
     assert (episode.reward, episode.ended, episode.turns, len(episode.sequences)) == (1.0, "stop", 2, 1)
     whole = episode.sequence.prompt_ids + episode.sequence.response_ids
-    assert (
-        episode.sequence.prompt_ids
-        == prompt_ids(small_tokenizer, chat("What is 2 + 3?", "Add."), [TOOL])
-        == asked[0][0]
-    )
+    assert episode.sequence.prompt_ids == prompt_ids(tokenizer, chat("What is 2 + 3?", "Add."), [TOOL]) == asked[0][0]
     assert whole[: len(asked[1][0])] == asked[1][0]
     own = [token for token, mine in zip(episode.sequence.response_ids, episode.sequence.mask, strict=True) if mine]
-    assert own == [t for text in (CALL, "It is <answer>5</answer>") for t in answer_ids(small_tokenizer, text)]
+    assert own == [t for text in (CALL, "It is <answer>5</answer>") for t in answer_ids(tokenizer, text)]
     assert in_turn(episode.messages) == [CALL, "5", "It is <answer>5</answer>"]  # without the row's prompt
     scores = episode.scores
     assert (scores["failed"], scores["sequences"], scores["acc"], scores["format"]) == (0, 1, 1, 1)
@@ -145,7 +134,7 @@ REWRITES = {
 
 
 @pytest.mark.parametrize("change", REWRITES.values(), ids=REWRITES)
-def test_a_changed_history_is_another_sequence(small_tokenizer, made, change):
+def test_a_changed_history_is_another_sequence(tokenizer, made, change):
     body = f"""
     tools = [tool, other]
     messages.append(ask(messages, tools=tools).message.model_dump())
@@ -154,22 +143,22 @@ def test_a_changed_history_is_another_sequence(small_tokenizer, made, change):
     ask(messages, tools=tools)
     end(0.5)
     """
-    episode, asked = episode_of(small_tokenizer, made(body), "five", "5")
+    episode, asked = episode_of(tokenizer, made(body), "five", "5")
     first, second = episode.sequences
-    assert first.prompt_ids == asked[0][0] and first.response_ids == answer_ids(small_tokenizer, "five")
-    assert second.prompt_ids == asked[1][0] and second.response_ids == answer_ids(small_tokenizer, "5")
+    assert first.prompt_ids == asked[0][0] and first.response_ids == answer_ids(tokenizer, "five")
+    assert second.prompt_ids == asked[1][0] and second.response_ids == answer_ids(tokenizer, "5")
     assert in_turn(episode.messages)[0::2] == ["five", "5"]
     assert second.mask == [1] * len(second.mask) and second.log_probs == [-1.0] * len(second.mask)
     assert (episode.reward, episode.turns, episode.scores["sequences"]) == (0.5, 2, 2)
 
 
-def test_a_first_request_of_a_programs_own_is_read_by_the_model(small_tokenizer, made):
+def test_a_first_request_of_a_programs_own_is_read_by_the_model(tokenizer, made):
     body = "end(float(ask([{'role': 'user', 'content': 'Plan.'}]).message.content == '5'))"
-    episode, _ = episode_of(small_tokenizer, made(body), "5")
+    episode, _ = episode_of(tokenizer, made(body), "5")
     assert episode.reward == 1 and in_turn(episode.messages) == ["", "Plan.", "5"]
 
 
-def test_a_main_agent_goes_on_after_a_sub_agent_and_json_may_be_written_anew(small_tokenizer, made):
+def test_a_main_agent_goes_on_after_a_sub_agent_and_json_may_be_written_anew(tokenizer, made):
     body = """
     said = ask(messages, tools=[tool]).message
     sub = ask([{"role": "user", "content": "Help"}]).message.content
@@ -180,18 +169,18 @@ def test_a_main_agent_goes_on_after_a_sub_agent_and_json_may_be_written_anew(sma
     messages.append({"role": "tool", "tool_call_id": "mine", "content": [{"type": "text", "text": sub}]})
     end({"7": 1}.get(ask(messages, tools=[tool]).message.content, 0))
     """
-    episode, asked = episode_of(small_tokenizer, made(body), CALL, "<|im_end|>seven", "7")
+    episode, asked = episode_of(tokenizer, made(body), CALL, "<|im_end|>seven", "7")
     main, sub = episode.sequences
     assert episode.reward == 1 and main.prompt_ids == asked[0][0] and sub.prompt_ids == asked[1][0]
     assert asked[2][0][: len(asked[0][0])] == asked[0][0]
-    assert main.prompt_ids + main.response_ids == asked[2][0] + answer_ids(small_tokenizer, "7")
-    assert sum(main.mask) == len(answer_ids(small_tokenizer, CALL)) + len(answer_ids(small_tokenizer, "7"))
-    told = asked[2][0][len(asked[0][0]) + len(answer_ids(small_tokenizer, CALL)) :]
-    ends = small_tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert main.prompt_ids + main.response_ids == asked[2][0] + answer_ids(tokenizer, "7")
+    assert sum(main.mask) == len(answer_ids(tokenizer, CALL)) + len(answer_ids(tokenizer, "7"))
+    told = asked[2][0][len(asked[0][0]) + len(answer_ids(tokenizer, CALL)) :]
+    ends = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert told.count(ends) == 1  # of the tool's message; the text is no control token
 
 
-def test_stops_lengths_log_probs_and_streams(small_tokenizer, made):
+def test_stops_lengths_log_probs_and_streams(tokenizer, made):
     body = """
     first = ask(messages, stop=["\\nObservation"], logprobs=True)
     assert (first.message.content, first.finish_reason) == ("think", "stop"), first
@@ -209,7 +198,7 @@ def test_stops_lengths_log_probs_and_streams(small_tokenizer, made):
     end(1)
     """
     texts = "think\nObservation", "one two three four five", CALL
-    episode, asked = episode_of(small_tokenizer, made(body), *texts)
+    episode, asked = episode_of(tokenizer, made(body), *texts)
     assert episode.reward == 1, log_of()
     assert [(most, stop) for _, most, stop in asked] == [(512, ("\nObservation",)), (2, ()), (512, ())]
     assert asked[1][0][: len(asked[0][0])] == asked[0][0]  # the tokens of the stop stay in its history
@@ -227,7 +216,7 @@ REFUSED = {
 }
 
 
-def test_what_is_not_served_is_refused_in_one_line_and_the_episode_goes_on(small_tokenizer, made):
+def test_what_is_not_served_is_refused_in_one_line_and_the_episode_goes_on(tokenizer, made):
     image = '[{"type": "image_url", "image_url": {"url": "data:"}}]'
     body = """
     import openai
@@ -251,7 +240,7 @@ def test_what_is_not_served_is_refused_in_one_line_and_the_episode_goes_on(small
     except openai.AuthenticationError:
         end(float(ask(messages).message.content == "5"))
     """
-    episode, asked = episode_of(small_tokenizer, made(body), "5")
+    episode, asked = episode_of(tokenizer, made(body), "5")
     assert (episode.reward, episode.ended, len(asked)) == (1.0, "stop", 1), log_of()
 
 
@@ -284,8 +273,8 @@ def test_what_is_not_served_is_refused_in_one_line_and_the_episode_goes_on(small
         ("print('x' * 2**20 + 'the end'); end(1)", "stop", 1.0, "the end"),
     ],
 )
-def test_a_program_without_a_score_is_a_failed_episode(small_tokenizer, made, body, ended, reward, told):
-    episode, _ = episode_of(small_tokenizer, made(body, failed=-1.0), "5")
+def test_a_program_without_a_score_is_a_failed_episode(tokenizer, made, body, ended, reward, told):
+    episode, _ = episode_of(tokenizer, made(body, failed=-1.0), "5")
     assert (episode.ended, episode.reward) == (ended, reward) and told in log_of()
     assert episode.scores["failed"] == (ended == "failed")
     (sequence,) = episode.sequences
@@ -295,13 +284,10 @@ def test_a_program_without_a_score_is_a_failed_episode(small_tokenizer, made, bo
 
 def until_gone(word: str) -> None:
     """Wait for the end of all processes with an argument ``word``."""
-    deadline = time.monotonic() + 10
-    while any(word in p.info["cmdline"] for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"]):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    until(lambda: not any(word in (p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])), 10)
 
 
-def test_a_program_that_hangs_is_ended_with_all_that_it_started(small_tokenizer, made):
+def test_a_program_that_hangs_is_ended_with_all_that_it_started(tokenizer, made):
     body = """
     import subprocess, time
     subprocess.Popen(["sleep", "1234"])
@@ -310,14 +296,14 @@ def test_a_program_that_hangs_is_ended_with_all_that_it_started(small_tokenizer,
     time.sleep(1234)
     """
     before = time.monotonic()
-    episode, _ = episode_of(small_tokenizer, made(body), "5", limits=replace(LIMITS, step_seconds=5))
+    episode, _ = episode_of(tokenizer, made(body), "5", limits=replace(LIMITS, step_seconds=5))
     assert episode.ended == "step_timeout" and time.monotonic() - before < 20
     until_gone("1234")
     assert log_of().endswith("sleeps\n")
     assert len(next(iter(program._STARTED.values())).inboxes) == 1  # no key is left but the starter's
 
 
-def test_what_a_program_leaves_in_a_session_of_its_own_ends_with_it_and_no_other(small_tokenizer, made):
+def test_what_a_program_leaves_in_a_session_of_its_own_ends_with_it_and_no_other(tokenizer, made):
     body = """
     import os, subprocess, time
     def daemon(word):  # an orphan at once
@@ -332,7 +318,7 @@ def test_what_a_program_leaves_in_a_session_of_its_own_ends_with_it_and_no_other
     long = environment()
     long.reset(ROW)
     assert long.step_turn(None).start
-    episode, _ = episode_of(small_tokenizer, environment, "5")
+    episode, _ = episode_of(tokenizer, environment, "5")
     assert (episode.reward, episode.ended) == (1.0, "stop"), log_of()
     long.step_turn(Turn("5"))
     long.close()
@@ -375,7 +361,7 @@ def slowly(tokenizer, environment, *texts: str, seconds: float):
     return asyncio.run(play(environment, ROW, tokenizer, sample, LIMITS))
 
 
-def test_a_client_that_asks_again_after_its_time_is_over_gets_the_answer_that_was_sampled(small_tokenizer, made):
+def test_a_client_that_asks_again_after_its_time_is_over_gets_the_answer_that_was_sampled(tokenizer, made):
     body = f"""{GIVES_UP}
 for _ in range(9):
     try:
@@ -386,12 +372,12 @@ for _ in range(9):
 messages.append({{"role": "user", "content": "Sure?"}})
 end(float([ask(messages).message.content, messages[2]["content"]] == ["yes", "5"]))
 """
-    episode = slowly(small_tokenizer, made(body), "5", "yes", seconds=2.5)
+    episode = slowly(tokenizer, made(body), "5", "yes", seconds=2.5)
     assert (episode.reward, episode.turns, len(episode.sequences)) == (1.0, 2, 1), log_of()
     assert "2 turns, 1 sequences, 2 requests that the program gave up before their answer" in log_of()
 
 
-def test_a_request_that_is_given_up_before_its_turn_is_not_sampled(small_tokenizer, made):
+def test_a_request_that_is_given_up_before_its_turn_is_not_sampled(tokenizer, made):
     body = f"""{GIVES_UP}
 async def first():
     async with httpx.AsyncClient(timeout=None) as client:
@@ -403,20 +389,20 @@ async def first():
 answer = asyncio.run(first())
 end(float([answer, ask([messages[1]]).message.content] == ["5", "6"]))
 """
-    episode = slowly(small_tokenizer, made(body), "5", "not read", "6", "7", seconds=1)
+    episode = slowly(tokenizer, made(body), "5", "not read", "6", "7", seconds=1)
     assert (episode.turns, len(episode.sequences)) == (3, 3), log_of()  # one of them was asked for at once
     assert "3 turns, 3 sequences, 2 requests that the program gave up" in log_of()
 
 
-def test_limits_cut_an_episode_and_end_its_program(small_tokenizer, made):
+def test_limits_cut_an_episode_and_end_its_program(tokenizer, made):
     endless = "while True: messages += [ask(messages).message.model_dump(), {'role': 'user', 'content': 'on'}]"
-    episode, asked = episode_of(small_tokenizer, made(endless), *["5"] * 9, limits=replace(LIMITS, turns=3))
+    episode, asked = episode_of(tokenizer, made(endless), *["5"] * 9, limits=replace(LIMITS, turns=3))
     assert (episode.ended, episode.turns, len(asked)) == ("max_turns", 3, 3)
     long = replace(LIMITS, turn_length=2)
-    assert episode_of(small_tokenizer, made(endless), "one two three", limits=long)[0].ended == "turn_length"
+    assert episode_of(tokenizer, made(endless), "one two three", limits=long)[0].ended == "turn_length"
 
 
-def test_any_command_is_a_program(small_tokenizer, tmp_path):
+def test_any_command_is_a_program(tokenizer, tmp_path):
     asks = "import sys,os,json,urllib.request as u; b=json.dumps({'model':'policy','messages':[{'role':'user',"
     asks += "'content':'hi'}]}).encode(); r=u.Request(os.environ['OPENAI_BASE_URL']+'/chat/completions',b,"
     asks += "{'Authorization':'Bearer '+os.environ['OPENAI_API_KEY']}); print(u.urlopen(r).read())"
@@ -424,12 +410,12 @@ def test_any_command_is_a_program(small_tokenizer, tmp_path):
     script.write_text(
         f'test -n "$OPENAI_API_KEY" && test -z "$HF_TOKEN" && python3 -c "{asks}" && echo 1 > score.json\n'
     )
-    episode, asked = episode_of(small_tokenizer, environment_of("sh", script), "5")
+    episode, asked = episode_of(tokenizer, environment_of("sh", script), "5")
     assert (episode.reward, episode.ended, len(asked)) == (1.0, "stop", 1), log_of()
 
 
 @pytest.mark.skipif(not shutil.which("curl"), reason="no curl here")
-def test_an_agent_of_bash_and_curl(small_tokenizer, tmp_path):
+def test_an_agent_of_bash_and_curl(tokenizer, tmp_path):
     script = tmp_path / "agent.sh"
     script.write_text(
         """
@@ -438,12 +424,12 @@ said=$(curl -s "$OPENAI_BASE_URL/chat/completions" -H "Authorization: Bearer $OP
 grep -q '"content": "5"' <<< "$said" && echo 1 > score.json
 """
     )
-    episode, asked = episode_of(small_tokenizer, environment_of("bash", script), "5")
+    episode, asked = episode_of(tokenizer, environment_of("bash", script), "5")
     assert (episode.reward, episode.ended, len(asked)) == (1.0, "stop", 1), log_of()
 
 
 @pytest.mark.skipif(not shutil.which("node"), reason="no Node.js here")
-def test_an_agent_of_node_fetches_within_the_limit_of_memory(small_tokenizer, tmp_path):
+def test_an_agent_of_node_fetches_within_the_limit_of_memory(tokenizer, tmp_path):
     script = tmp_path / "agent.mjs"
     script.write_text(
         """
@@ -455,11 +441,11 @@ const said = (await found.json()).choices[0].message.content;
 writeFileSync("score.json", said === "5" ? "1" : "0");
 """
     )
-    episode, asked = episode_of(small_tokenizer, environment_of("node", script), "5")
+    episode, asked = episode_of(tokenizer, environment_of("node", script), "5")
     assert (episode.reward, episode.ended, len(asked)) == (1.0, "stop", 1), log_of()
 
 
-def test_what_an_import_prints_or_reads_is_not_of_the_starters_pipes(small_tokenizer, tmp_path):
+def test_what_an_import_prints_or_reads_is_not_of_the_starters_pipes(tokenizer, tmp_path):
     (tmp_path / "agent.py").write_text(
         """
 import json, os, sys
@@ -473,20 +459,20 @@ if __name__ == "__main__":
     )
     for _ in range(2):
         limits = replace(LIMITS, step_seconds=10)
-        episode, _ = episode_of(small_tokenizer, environment_of(tmp_path / "agent.py"), limits=limits)
+        episode, _ = episode_of(tokenizer, environment_of(tmp_path / "agent.py"), limits=limits)
         assert (episode.reward, episode.ended) == (1.0, "stop"), log_of()
     assert log_of().count("kept") == 3  # the import, and each program
 
 
 @pytest.mark.parametrize("own", ["io.StringIO()", "io.TextIOWrapper(sys.stdout.detach())"])
-def test_a_program_whose_import_replaces_standard_output_plays(small_tokenizer, tmp_path, own):
+def test_a_program_whose_import_replaces_standard_output_plays(tokenizer, tmp_path, own):
     score = "if __name__ == '__main__':\n    print('5', file=open('score.json', 'w'))\n"
     (tmp_path / "agent.py").write_text(f"import io, sys\nsys.stdout = {own}\n{score}")
-    episode, _ = episode_of(small_tokenizer, environment_of(tmp_path / "agent.py"))
+    episode, _ = episode_of(tokenizer, environment_of(tmp_path / "agent.py"))
     assert (episode.reward, episode.ended) == (5.0, "stop"), log_of()
 
 
-def test_what_is_nested_too_deep_is_refused_and_the_episode_goes_on(small_tokenizer, made):
+def test_what_is_nested_too_deep_is_refused_and_the_episode_goes_on(tokenizer, made):
     body = """
     import openai
     deep = "[" * 900 + "]" * 900
@@ -508,15 +494,15 @@ def test_what_is_nested_too_deep_is_refused_and_the_episode_goes_on(small_tokeni
     except openai.BadRequestError:
         end(float(ask(messages).message.content == "5"))
     """
-    episode, asked = episode_of(small_tokenizer, made(body), "5")
+    episode, asked = episode_of(tokenizer, made(body), "5")
     assert (episode.reward, episode.ended, len(asked)) == (1.0, "stop", 1), log_of()
 
 
-def test_a_link_in_place_of_what_a_program_wrote_is_not_followed(small_tokenizer, made, tmp_path):
+def test_a_link_in_place_of_what_a_program_wrote_is_not_followed(tokenizer, made, tmp_path):
     (secret := tmp_path / "secret").write_text("1")
     body = f"import os; os.remove('log.txt'); os.symlink({str(secret)!r}, 'log.txt')"
     body += f"; os.symlink({str(secret)!r}, 'score.json')"
-    assert episode_of(small_tokenizer, made(body, failed=-1.0))[0].reward == -1 and not log_of().endswith("1")
+    assert episode_of(tokenizer, made(body, failed=-1.0))[0].reward == -1 and not log_of().endswith("1")
 
 
 def test_examples_and_demonstrations_are_played_without_a_model(made):
@@ -571,13 +557,13 @@ def test_a_program_that_hangs_without_a_model_is_no_score(made, monkeypatch):
     assert replayed(made("import time; ask(messages); time.sleep(99)"), ROW, ["5"]) == (0.0, 0, True)
 
 
-def test_a_programs_first_request_finds_built_what_it_needs(small_tokenizer, made):
+def test_a_programs_first_request_finds_built_what_it_needs(tokenizer, made):
     """Most of an episode's processor time: the starter asks once by each client, which imports anyio's part."""
     body = "import sys; end(float('anyio._backends._asyncio' in sys.modules))"
-    assert episode_of(small_tokenizer, made(body))[0].reward == 1, log_of()
+    assert episode_of(tokenizer, made(body))[0].reward == 1, log_of()
 
 
-def test_a_client_that_an_import_makes_has_the_key_of_its_episode(small_tokenizer, tmp_path):
+def test_a_client_that_an_import_makes_has_the_key_of_its_episode(tokenizer, tmp_path):
     (tmp_path / "mine.py").write_text("from openai import OpenAI\nclient = OpenAI(max_retries=0)\n")
     (tmp_path / "agent.py").write_text(
         """
@@ -588,7 +574,7 @@ if __name__ == "__main__":
 """
     )
     for _ in range(2):
-        episode, asked = episode_of(small_tokenizer, environment_of(tmp_path / "agent.py"), "5")
+        episode, asked = episode_of(tokenizer, environment_of(tmp_path / "agent.py"), "5")
         assert (episode.reward, len(asked)) == (1.0, 1), log_of()
 
 
@@ -670,7 +656,7 @@ in_namespaces = pytest.mark.skipif(not has_namespaces(), reason="no namespaces f
 
 
 @in_namespaces
-def test_a_program_in_a_container_reaches_the_endpoint_and_nothing_else(small_tokenizer, made, docker, monkeypatch):
+def test_a_program_in_a_container_reaches_the_endpoint_and_nothing_else(tokenizer, made, docker, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "secret")
     with socket.create_server(("127.0.0.1", 0)) as other:
         body = f"""
@@ -681,13 +667,13 @@ def test_a_program_in_a_container_reaches_the_endpoint_and_nothing_else(small_to
         except OSError:
             {AGENT.replace(chr(10), chr(10) + " " * 12)}
         """
-        episode, asked = episode_of(small_tokenizer, made(body), CALL, "<answer>5</answer>")
+        episode, asked = episode_of(tokenizer, made(body), CALL, "<answer>5</answer>")
     assert (episode.reward, episode.ended, len(asked)) == (1.0, "stop", 2), log_of()
     assert "['HOME', 'OPENAI_API_KEY', 'OPENAI_BASE_URL', 'PATH']" in log_of()
 
 
-def test_what_a_container_may(small_tokenizer, made, docker, tmp_path):
-    episode_of(small_tokenizer, made("end(1)"))
+def test_what_a_container_may(tokenizer, made, docker, tmp_path):
+    episode_of(tokenizer, made("end(1)"))
     (call,) = calls_of(docker, "run")
     given = fake_docker.options().parse_args(call)
     assert (given.network, given.cap_drop, given.pull, given.image) == ("none", ["ALL"], "never", "agents:1")
@@ -701,14 +687,14 @@ def test_what_a_container_may(small_tokenizer, made, docker, tmp_path):
 
 
 @in_namespaces
-def test_no_container_outlives_its_episode(small_tokenizer, made, docker):
+def test_no_container_outlives_its_episode(tokenizer, made, docker):
     body = """
     import subprocess, time
     subprocess.Popen(["sleep", "1235"], start_new_session=True)
     ask(messages)
     time.sleep(1235)
     """
-    episode, _ = episode_of(small_tokenizer, made(body), "5", limits=replace(LIMITS, step_seconds=10))
+    episode, _ = episode_of(tokenizer, made(body), "5", limits=replace(LIMITS, step_seconds=10))
     assert (episode.ended, episode.turns) == ("step_timeout", 1), log_of()
     until_gone("1235")
     ((_, name),) = calls_of(docker, "rm")
@@ -724,7 +710,7 @@ in_real_container = pytest.mark.skipif(not REAL_IMAGE, reason="AGENT_IMAGE names
 
 
 @in_real_container
-def test_a_program_in_a_real_container_has_its_tokens_and_nothing_else(small_tokenizer, made, real, tmp_path):
+def test_a_program_in_a_real_container_has_its_tokens_and_nothing_else(tokenizer, made, real, tmp_path):
     (tmp_path / "neighbour.py").write_text("answer = 5\n")
     limited = not os.getuid() or Path("/sys/fs/cgroup/cgroup.controllers").exists()  # else podman cannot
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -756,7 +742,7 @@ def test_a_program_in_a_real_container_has_its_tokens_and_nothing_else(small_tok
         print("not so:", [name for name, so in checks.items() if not so])
         {AGENT.replace(chr(10), chr(10) + " " * 8)}
         """
-        episode, asked = episode_of(small_tokenizer, made(body), CALL, "<answer>5</answer>")
+        episode, asked = episode_of(tokenizer, made(body), CALL, "<answer>5</answer>")
     assert (episode.reward, episode.ended, len(asked)) == (1.0, "stop", 2), log_of()
     assert "not so: []" in log_of()
     assert asked[1][0][: len(asked[0][0])] == asked[0][0] and len(episode.sequences) == 1
@@ -779,9 +765,9 @@ HOSTILE = {
 
 @in_real_container
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_nothing_is_left_of_a_hostile_program_in_a_real_container(small_tokenizer, made, real, kind):
+def test_nothing_is_left_of_a_hostile_program_in_a_real_container(tokenizer, made, real, kind):
     limits = replace(LIMITS, step_seconds=20)
-    episode, _ = episode_of(small_tokenizer, made(HOSTILE[kind]), limits=limits)
+    episode, _ = episode_of(tokenizer, made(HOSTILE[kind]), limits=limits)
     assert episode.ended == {"processes": "stop", "hangs": "step_timeout"}[kind], log_of()
     until_gone("1237")
     until_gone(next(iter(program._STARTED.values())).socket.parent.name)  # of the runtime's commands
@@ -795,10 +781,7 @@ def test_no_folder_is_left_of_a_process_that_was_killed(made, tmp_path, monkeypa
         made("import time; time.sleep(60)")().reset(ROW)
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
-    deadline = time.monotonic() + 20
-    while [*(tmp_path / "temporary").iterdir()]:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    until(lambda: not [*(tmp_path / "temporary").iterdir()], 20)
 
 
 def test_a_container_ends_with_the_endpoint(tmp_path):

@@ -4,6 +4,7 @@ those of a judge that fails and comes back."""
 import hashlib
 import json
 import math
+import re
 import runpy
 import shutil
 import statistics
@@ -82,22 +83,15 @@ def refusal(s) -> str:
     return text
 
 
-def test_without_a_reward_model_nothing_is_checked():
-    reward_model.check(settings())
-
-
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
         ({"id2label": {"0": "bad", "1": "good"}}, "has 2 labels"),
         ({"architectures": ["LlamaForCausalLM"]}, "is no sequence classifier: .* LlamaForCausalLM"),
         ({"architectures": None}, "is no sequence classifier"),
-        ({"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}, "its config"),
     ],
 )
 def test_what_gives_no_score_is_refused(classifier, tmp_path, values, reason):
-    import re
-
     folder = changed(classifier, tmp_path / "other", **values)
     assert re.search(reason, refusal(settings(REWARD_MODEL=str(folder))))
 
@@ -112,8 +106,7 @@ def test_code_that_comes_with_the_classifier_is_not_run(classifier, tmp_path):
     mark = tmp_path / "ran"
     folder = changed(classifier, tmp_path / "other", model_type="own", auto_map={"AutoConfig": "own.Config"})
     (folder / "own.py").write_text(f"open({str(mark)!r}, 'w')\nclass Config: pass\n")
-    refusal(settings(REWARD_MODEL=str(folder)))
-    assert not mark.exists()
+    assert "its config" in refusal(settings(REWARD_MODEL=str(folder))) and not mark.exists()
 
 
 @pytest.mark.parametrize("given", ["no/such/folder", "./nothing", "embedded-not"])

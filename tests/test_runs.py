@@ -261,6 +261,7 @@ def test_an_unknown_run_is_refused_with_those_there_are(settings):
     [
         (lambda whole: whole[:-9], "holds no JSON object"),
         (lambda whole: f"[{whole}]", "holds no JSON object"),
+        (lambda whole: "[" * 100_000, "holds no JSON object"),
         (lambda whole: whole.replace('"kind": "rl"', '"kind": 7'), "needs the texts"),
         (lambda whole: whole.replace('"SEED": ', '"SEED": "x", "S": '), "SEED=x: has a wrong type"),
     ],

@@ -7,12 +7,12 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.helpers import until
 from verl_tasks.rewards.sandbox import CallFailed, Sandbox, SandboxError
 
 ROOT = Path(__file__).parents[1]
@@ -247,9 +247,7 @@ def test_the_worker_ends_with_its_parent(folder, busy):
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     worker = psutil.Process(int(parent.stdout.readline()))
     if busy:
-        deadline = time.monotonic() + 20
-        while worker.cpu_times().user < 0.5 and time.monotonic() < deadline:
-            time.sleep(0.05)
+        until(lambda: worker.cpu_times().user >= 0.5, 20)
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     parent.stdout.close()

@@ -1,15 +1,11 @@
 """The cpu stack computes once what sequences begin with in common: what comes out is what verl computes row by row."""
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.helpers import ROOT
+from tests.helpers import on_our_platform
 from verl_tasks.machine.memory import EMBEDDED_CONFIG, Plan, begun_alike, least_work, passed, shapes
 
 # A process with our platform: verl's engine computes each batch in its own way and with shared tokens once.
@@ -156,16 +152,7 @@ CASES += ("sft, one system",)
 
 @pytest.fixture(scope="module")
 def found(small_model) -> dict:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "VERL_PLATFORM": "cpu",
-        "VERL_USE_EXTERNAL_MODULES": "verl_tasks.verl_plugins.cpu.verl_platform",
-    }
-    command = [sys.executable, "-c", COMPARED, str(small_model)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return json.loads(result.stdout.splitlines()[-1])
+    return on_our_platform(COMPARED, str(small_model))
 
 
 @pytest.mark.slow

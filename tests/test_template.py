@@ -333,6 +333,12 @@ def module_of(home: Path, file: str):
     return importlib.import_module(f"tasks.{home.name}.{file}")
 
 
+def made_of(rendered: dict[str, Path], reward: str, source: str = "file") -> Path:
+    """The folder of a task with that reward and source."""
+    chosen = {"reward": reward, "source": source}.items()
+    return next(rendered[name] for name in NAMES if NAMES[name].items() >= chosen)
+
+
 def judged(question, response, reference="", rubric="") -> dict[str, float]:
     """In place of the model that judges."""
     return {"score": float(response != ""), "acc": float(response != ""), "format": float(response != "")}
@@ -400,10 +406,7 @@ def test_every_combination_makes_data_whose_demonstrations_are_right(name, rende
 
 @pytest.mark.parametrize("record", [{"nums": [1.5, 2], "target": 3}, {"nums": [1, 2], "target": 3.5}, {"target": 3}])
 def test_a_new_task_of_expressions_cuts_no_number(record, rendered):
-    home = next(
-        rendered[name] for name in NAMES if NAMES[name].items() >= {"reward": "expression", "source": "file"}.items()
-    )
-    from_record = module_of(home, "prepare_data").from_record
+    from_record = module_of(made_of(rendered, "expression"), "prepare_data").from_record
     with pytest.raises(DataError, match="needs columns `nums`"):
         from_record(record)
     for numbers in ([], [-3, 5], [10**9, 1]):
@@ -414,8 +417,7 @@ def test_a_new_task_of_expressions_cuts_no_number(record, rendered):
 
 
 def test_an_answer_that_is_no_text_is_what_a_cell_of_csv_has_for_it(rendered):
-    chosen = {"reward": "exact", "source": "file"}.items()
-    home = next(rendered[name] for name in NAMES if NAMES[name].items() >= chosen)
+    home = made_of(rendered, "exact")
     for answer in (True, [1, "é"], {"a": None}, 3):
         examples = []
         for value in (answer, json.dumps(answer, ensure_ascii=False)):
@@ -426,20 +428,16 @@ def test_an_answer_that_is_no_text_is_what_a_cell_of_csv_has_for_it(rendered):
 @pytest.mark.parametrize("reward", ["exact", "math", "regex", "json", "judge"])
 @pytest.mark.parametrize("of", [lambda tools: tools, json.dumps], ids=["objects", "JSON text"])
 def test_the_tools_of_a_record_are_those_of_its_prompt(reward, of, rendered):
-    chosen = {"reward": reward, "source": "file"}.items()
-    home = next(rendered[name] for name in NAMES if NAMES[name].items() >= chosen)
     parameters = {"type": "object", "properties": {}}
     tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": parameters}}]
-    from_record = module_of(home, "prepare_data").from_record
+    from_record = module_of(made_of(rendered, reward), "prepare_data").from_record
     (example,) = from_record({"question": "q", "answer": "1", "tools": of(tools)})
     assert example.tools == tools and from_record({"question": "q", "answer": "1"})[0].tools is None
 
 
 def test_several_right_answers_are_no_regular_expression(rendered):
     """As text of JSON a list is a set of characters, which `A`, `C` and a comma match."""
-    chosen = {"reward": "regex", "source": "file"}.items()
-    home = next(rendered[name] for name in NAMES if NAMES[name].items() >= chosen)
-    from_record = module_of(home, "prepare_data").from_record
+    from_record = module_of(made_of(rendered, "regex"), "prepare_data").from_record
     for answer in (["A", "C"], {"A": 1}, []):
         with pytest.raises(DataError, match="must be one regular expression"):
             from_record({"question": "q", "answer": answer})
@@ -447,9 +445,7 @@ def test_several_right_answers_are_no_regular_expression(rendered):
 
 
 def test_an_exact_text_is_the_same_however_its_accents_are_stored(rendered):
-    chosen = {"reward": "exact", "source": "file"}.items()
-    home = next(rendered[name] for name in NAMES if NAMES[name].items() >= chosen)
-    score = module_of(home, "reward").compute_score
+    score = module_of(made_of(rendered, "exact"), "reward").compute_score
     texts = ("Caf\u00e9 noir", "cafe\u0301  noir")
     for truth, answer in itertools.product(texts, texts):
         assert score("t", f"<answer>{answer}</answer>", truth)["score"] == 1.0
@@ -459,8 +455,7 @@ def test_an_exact_text_is_the_same_however_its_accents_are_stored(rendered):
 @pytest.mark.parametrize("reward", sorted({c["reward"] for c in ACCEPTED if c["source"] == "generate"}))
 @pytest.mark.parametrize("stack", STACKS)
 def test_a_generator_makes_as_many_problems_as_its_defaults_ask_for(reward, stack, rendered):
-    answers = {"reward": reward, "source": "generate"}
-    home = next(rendered[name] for name in NAMES if NAMES[name].items() >= answers.items())
+    home = made_of(rendered, reward, "generate")
     s = settings_of(home, STACK=stack)
     wanted = s.TRAIN_SIZE + s.DEV_SIZE + int(s.TEST_SIZE)
     examples = prepare.distinct(module_of(home, "prepare_data").generate(s))

@@ -10,14 +10,11 @@ from omegaconf import OmegaConf
 
 from tests import composed_once
 from tests.exact_kl import gradients
-from tests.helpers import ROOT, TASKS, stacks, task_settings
+from tests.helpers import ROOT, task_settings
 from tests.wheels import verl_package
 from verl_tasks.launch.train import check_method
-from verl_tasks.settings import METHODS, SettingsError, load_settings, method
+from verl_tasks.settings import SettingsError, load_settings, method
 from verl_tasks.training import verl_checks, verl_config
-
-RL_METHODS = [name for name in METHODS if name != "dpo"]
-STACKS = stacks()
 
 
 def settings_of(task, **changes):
@@ -27,41 +24,6 @@ def settings_of(task, **changes):
 def composed(config_name, overrides):
     config = verl_config.compose(config_name, overrides)
     return OmegaConf.to_container(config, resolve=True)
-
-
-CHANGES = {"KL_COEF": "0.01", "LORA_RANK": "8", "LOGGER": "wandb,tensorboard"}
-# Every task, every stack, and every method with all changes; a stack and a task set nothing that a method does.
-CASES = [(task, STACKS[0], "grpo", {}) for task in TASKS]
-CASES += [("countdown", stack, "grpo", {}) for stack in STACKS[1:]]
-CASES += [("countdown", STACKS[0], name, CHANGES) for name in RL_METHODS]
-
-
-@pytest.mark.parametrize(("task", "stack", "method", "changes"), CASES)
-def test_rl_overrides_compose(task, stack, method, changes):
-    s = settings_of(task, STACK=stack, METHOD=method, **changes)
-    config = composed("ppo_trainer", verl_config.rl_overrides(s, "some/model", Path("/runs/r")))
-    actor, rollout = config["actor_rollout_ref"]["actor"], config["actor_rollout_ref"]["rollout"]
-    assert config["data"]["train_batch_size"] == s.TRAIN_BATCH_SIZE
-    assert actor["optim"]["lr"] == s.LR
-    assert actor["ppo_mini_batch_size"] == s.MINI_BATCH_SIZE
-    algorithm = config["algorithm"]
-    if method == "distill":  # KL_COEF is refused
-        assert not actor["use_kl_loss"] and not algorithm["use_kl_in_reward"]
-    elif method in ("ppo", "rloo"):  # the KL is taken off the reward, the others add it to the loss
-        assert (algorithm["use_kl_in_reward"], algorithm["kl_ctrl"]["kl_coef"]) == (s.KL_COEF > 0, s.KL_COEF)
-        assert not actor["use_kl_loss"]
-    else:
-        assert (actor["use_kl_loss"], actor["kl_loss_coef"]) == (s.KL_COEF > 0, s.KL_COEF)
-        assert actor["kl_loss_type"] == "low_var_kl+" and not algorithm["use_kl_in_reward"]
-    assert rollout["name"] == "vllm"
-    assert rollout["n"] == s.ROLLOUT_N
-    assert rollout["response_length"] == s.MAX_RESPONSE_LENGTH
-    assert config["actor_rollout_ref"]["model"]["lora_rank"] == s.LORA_RANK
-    assert config["reward"]["custom_reward_function"]["path"] == (None if s.multi_turn else str(s.reward_file))
-    assert config["trainer"]["total_training_steps"] == s.STEPS
-    assert config["trainer"]["default_local_dir"] == "/runs/r/checkpoints"
-    assert config["trainer"]["device"] == ("cpu" if stack == "cpu" else "cuda")
-    assert config["trainer"]["logger"] == ["console", "file", *filter(None, s.LOGGER.split(","))]
 
 
 def test_a_composition_from_what_was_read_once_is_hydras_own(monkeypatch):
@@ -89,24 +51,12 @@ def test_a_multi_turn_task_has_the_agent_loop_of_episodes(truncated, loop):
     agent = config["actor_rollout_ref"]["rollout"]["agent"]
     assert agent["default_agent_loop"] == loop
     assert loop in [each["name"] for each in OmegaConf.load(agent["agent_loop_config_path"])]
+    assert config["reward"]["custom_reward_function"]["path"] is None
 
 
 def config_of(*arguments, **changes):
     s = settings_of("countdown", **changes)
     return verl_config.compose("ppo_trainer", [*verl_config.rl_overrides(s, "some/model", Path("/r")), *arguments])
-
-
-def test_what_each_method_sets():
-    grpo, gspo, egpo, ppo = (config_of(METHOD=name) for name in ("grpo", "gspo", "egpo", "ppo"))
-    assert [c.algorithm.adv_estimator for c in (grpo, gspo, egpo, ppo)] == ["grpo", "grpo", "grpo", "gae"]
-    assert [c.trainer.v1.trainer_mode for c in (grpo, gspo, egpo, ppo)] == ["task", "task", "egpo", "task"]
-    loss = gspo.actor_rollout_ref.actor
-    assert (loss.policy_loss.loss_mode, loss.loss_agg_mode) == ("gspo", "seq-mean-token-mean")
-    assert (loss.clip_ratio_low, loss.clip_ratio_high) == (3e-4, 4e-4)
-    assert grpo.actor_rollout_ref.actor.policy_loss.loss_mode == "vanilla"
-    assert (egpo.trainer.v1.egpo.egpo_lambda, egpo.trainer.v1.egpo.egpo_alpha) == (0.4, 2.0)
-    assert (ppo.critic.model.path, ppo.critic.optim.lr) == ("some/model", 1e-5)
-    assert ppo.critic.ppo_mini_batch_size == ppo.actor_rollout_ref.actor.ppo_mini_batch_size == 2
 
 
 @pytest.mark.parametrize(
@@ -160,21 +110,33 @@ def test_a_clip_that_is_given_is_warned_of_where_nothing_is_clipped(name):
     assert warning(config_of(engines, CLIP_HIGH="0.3", **one)) is None
 
 
-def loss_of(config) -> tuple:
+@pytest.mark.parametrize(
+    ("name", "loss", "aggregation", "clip", "estimator"),
+    [
+        ("grpo", "vanilla", "token-mean", (0.2, 0.2), "grpo"),
+        ("egpo", "vanilla", "token-mean", (0.2, 0.2), "grpo"),
+        ("ppo", "vanilla", "token-mean", (0.2, 0.2), "gae"),
+        ("gspo", "gspo", "seq-mean-token-mean", (3e-4, 4e-4), "grpo"),
+        ("dapo", "vanilla", "token-mean", (0.2, 0.28), "grpo"),
+        ("dr_grpo", "vanilla", "seq-mean-token-sum-norm", (0.2, 0.2), "grpo"),
+        ("cispo", "cispo", "token-mean", (1.0, 4.0), "grpo"),
+        ("rloo", "vanilla", "token-mean", (0.2, 0.2), "rloo"),
+        ("reinforce_pp", "vanilla", "token-mean", (0.2, 0.2), "reinforce_plus_plus_baseline"),
+    ],
+)
+def test_what_each_method_sets(name, loss, aggregation, clip, estimator):
+    config = config_of(METHOD=name)
     actor = config.actor_rollout_ref.actor
-    clip = actor.clip_ratio_low, actor.clip_ratio_high
-    return actor.policy_loss.loss_mode, actor.loss_agg_mode, clip, config.algorithm.adv_estimator
+    assert (actor.policy_loss.loss_mode, actor.loss_agg_mode) == (loss, aggregation)
+    assert (actor.clip_ratio_low, actor.clip_ratio_high) == clip
+    assert config.algorithm.adv_estimator == estimator
 
 
-def test_what_the_methods_after_grpo_set():
-    dapo, dr_grpo, cispo, rloo, reinforce_pp = (
-        config_of(METHOD=name) for name in ("dapo", "dr_grpo", "cispo", "rloo", "reinforce_pp")
-    )
-    assert loss_of(dapo) == ("vanilla", "token-mean", (0.2, 0.28), "grpo")
-    assert loss_of(dr_grpo) == ("vanilla", "seq-mean-token-sum-norm", (0.2, 0.2), "grpo")
-    assert loss_of(cispo) == ("cispo", "token-mean", (1.0, 4.0), "grpo")
-    assert loss_of(rloo) == ("vanilla", "token-mean", (0.2, 0.2), "rloo")
-    assert loss_of(reinforce_pp) == ("vanilla", "token-mean", (0.2, 0.2), "reinforce_plus_plus_baseline")
+def test_what_one_method_alone_sets():
+    egpo, ppo, dapo, dr_grpo = (config_of(METHOD=name) for name in ("egpo", "ppo", "dapo", "dr_grpo"))
+    assert (egpo.trainer.v1.egpo.egpo_lambda, egpo.trainer.v1.egpo.egpo_alpha) == (0.4, 2.0)
+    assert (ppo.critic.model.path, ppo.critic.optim.lr) == ("some/model", 1e-5)
+    assert ppo.critic.ppo_mini_batch_size == ppo.actor_rollout_ref.actor.ppo_mini_batch_size == 2
     filters = dapo.algorithm.filter_groups
     assert (filters.enable, filters.metric, filters.max_num_gen_batches) == (True, "score", 10)
     assert not dr_grpo.algorithm.norm_adv_by_std_in_grpo and dr_grpo.actor_rollout_ref.actor.loss_scale_factor == 64
@@ -201,7 +163,6 @@ def test_what_truncated_sets():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"METHOD": "dpo", "TRUNCATED": "masked"}, "TRUNCATED=masked: is for the RL methods"),
         ({"METHOD": "distill", "TRUNCATED": "shaped"}, "TRUNCATED=shaped: METHOD=distill learns from no reward"),
         ({"REWARD_MODEL": "some/model", "TRUNCATED": "shaped"}, "TRUNCATED=shaped: REWARD_MODEL is the whole reward"),
     ],
@@ -428,12 +389,6 @@ def test_another_trainer_than_fsdp_is_refused(name):
     verl_checks.check_composed(config_of(f"{name}.strategy=fsdp"))
 
 
-def test_the_last_override_is_the_users():
-    s = settings_of("countdown")
-    overrides = [*verl_config.rl_overrides(s, "m", Path("/r")), "trainer.total_epochs=1"]
-    assert composed("ppo_trainer", overrides)["trainer"]["total_epochs"] == 1
-
-
 def test_the_mapping_to_verls_keys_exists_once():
     """No hydra key of verl stands in a second file but the stacks' and methods' own and the generations' table."""
     key = "actor_rollout_ref."
@@ -497,15 +452,6 @@ def test_a_correction_that_bypass_mode_would_leave_out_is_refused():
     with pytest.raises(SettingsError, match=r"bypass_mode=True: rollout_is=token then does nothing; set ROLLOUT_COR"):
         verl_checks.check_composed(config_of(bypass))
     verl_checks.check_composed(config_of(bypass, ROLLOUT_CORRECTION="none"))
-
-
-def test_the_critics_warm_up_is_counted_in_steps():
-    """verl's key is the number of the first step that trains the policy."""
-    for steps, key in (("0", 0), ("1", 2), ("5", 6)):
-        assert config_of(METHOD="ppo", CRITIC_WARMUP=steps, STEPS="9").trainer.critic_warmup == key
-    assert config_of().trainer.critic_warmup == 0  # without a critic
-    with pytest.raises(SettingsError, match=r"^CRITIC_WARMUP=2: leaves none of STEPS=2 to the policy; set it lower$"):
-        config_of(METHOD="ppo", CRITIC_WARMUP="2", STEPS="2")
 
 
 def test_mini_batches_are_shuffled_the_critics_too():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from tests.helpers import ROOT, error_line, make, task_settings
+from tests.helpers import ROOT, SINGLE_TURN, error_line, make, task_settings
 from tests.wheels import VERLS, verl_package
 from verl_tasks import settings
 from verl_tasks.settings import METHODS, SettingsError
@@ -30,9 +30,9 @@ def version(request):
     return request.param
 
 
-def settings_of(stack: str, **changes):
-    """Settings of countdown as train.sh exports them, with the STACK."""
-    return task_settings("countdown", {"STACK": stack, "N_GPUS": "1", **changes})
+def settings_of(stack: str, task: str = "countdown", **changes):
+    """Settings of a task as train.sh exports them, with the STACK."""
+    return task_settings(task, {"STACK": stack, "N_GPUS": "1", **changes})
 
 
 def rl(s, *arguments: str) -> dict:
@@ -49,12 +49,15 @@ def sft(s, *arguments: str) -> dict:
     )
 
 
-LARGE = {"KL_COEF": "0.01", "N_GPUS": "8", "LORA_RANK": "8", "REWARD": "strict"}
-LARGE |= {"SELF_PLAY_ROUNDS": "2", "LOGGER": "wandb,tensorboard"}
-# Every stack, and every method once on each version.
-CASES = [(stack, "grpo", changes) for stack in settings.STACKS for changes in ({}, LARGE)]
-CASES += [(stack, name, {}) for stack in STACK_OF.values() for name in METHODS if name not in ("dpo", "grpo", *REFUSED)]
-CASES += [("current", name, {}) for name in REFUSED]
+LARGE = {"KL_COEF": "0.01", "N_GPUS": "8", "LORA_RANK": "8", "LOGGER": "wandb,tensorboard"}
+ROUNDS = LARGE | {"REWARD": "strict", "SELF_PLAY_ROUNDS": "2"}
+# Every task and stack, and every method once on each version.
+CASES = [(stack, "grpo", changes) for stack in settings.STACKS for changes in ({}, ROUNDS)]
+CASES += [
+    (stack, name, LARGE) for stack in STACK_OF.values() for name in METHODS if name not in ("dpo", "grpo", *REFUSED)
+]
+CASES += [("current", name, LARGE) for name in REFUSED]
+CASES += [("current", "grpo", {"task": task}) for task in SINGLE_TURN if task != "countdown"]
 
 
 @pytest.mark.medium
@@ -64,14 +67,26 @@ def test_rl_composes_against_the_verl_of_the_stack(stack, method, changes):
     version = verl_versions.wanted(s)
     config = rl(s)
     actor, rollout = config["actor_rollout_ref"]["actor"], config["actor_rollout_ref"]["rollout"]
+    assert config["data"]["train_batch_size"] == s.TRAIN_BATCH_SIZE
     assert actor["ppo_mini_batch_size"] == s.MINI_BATCH_SIZE and actor["optim"]["lr"] == s.LR
-    estimators = {"ppo": "gae", "rloo": "rloo", "reinforce_pp": "reinforce_plus_plus_baseline"}
-    assert config["algorithm"]["adv_estimator"] == estimators.get(method, "grpo")
+    algorithm = config["algorithm"]
+    if method == "distill":  # KL_COEF is refused
+        assert not actor["use_kl_loss"] and not algorithm["use_kl_in_reward"]
+    elif method in ("ppo", "rloo"):  # the KL is taken off the reward, the others add it to the loss
+        assert (algorithm["use_kl_in_reward"], algorithm["kl_ctrl"]["kl_coef"]) == (s.KL_COEF > 0, s.KL_COEF)
+        assert not actor["use_kl_loss"]
+    else:
+        assert (actor["use_kl_loss"], actor["kl_loss_coef"]) == (s.KL_COEF > 0, s.KL_COEF)
+        assert actor["kl_loss_type"] == "low_var_kl+" and not algorithm["use_kl_in_reward"]
     trainer = config["trainer"]
-    assert trainer["n_gpus_per_node"] == s.N_GPUS
+    assert trainer["n_gpus_per_node"] == s.N_GPUS and trainer["total_training_steps"] == s.STEPS
+    assert trainer["default_local_dir"] == "/runs/r/checkpoints"
+    assert trainer["device"] == ("cpu" if stack == "cpu" else "cuda")
+    assert trainer["logger"] == ["console", "file", *filter(None, s.LOGGER.split(","))]
     assert (trainer["test_freq"], trainer["max_actor_ckpt_to_keep"]) == (s.TEST_FREQ or -1, None)
     assert config["data"]["val_files"] == str(s.data_dir / "dev.parquet")  # the test set chooses nothing
     assert (rollout["val_kwargs"]["n"], rollout["val_kwargs"]["do_sample"]) == (1, False)
+    assert (rollout["name"], rollout["n"], rollout["response_length"]) == ("vllm", s.ROLLOUT_N, s.MAX_RESPONSE_LENGTH)
     assert config["actor_rollout_ref"]["model"]["lora_rank"] == s.LORA_RANK
     assert config["data"]["custom_cls"]["name"] == "Prompts" and config["data"]["return_raw_chat"]
     assert rollout["calculate_log_probs"]
@@ -87,7 +102,7 @@ def test_rl_composes_against_the_verl_of_the_stack(stack, method, changes):
     reward = config if version == "0.6.1" else config["reward"]
     function = reward["custom_reward_function"]
     assert (function["path"], function["name"]) == (str(s.task_dir / "reward.py"), "compute_score")
-    assert function.get("reward_kwargs") == ({"variant": "strict"} if s.REWARD else None)
+    assert function.get("reward_kwargs") == ({"variant": s.REWARD} if s.REWARD else None)
     padded = stack == "cpu"
     used = actor["use_remove_padding"], config["actor_rollout_ref"]["model"]["use_remove_padding"]
     assert used == (not padded, not padded)
@@ -172,8 +187,12 @@ def test_the_stacks_of_verl_091_weigh_tokens_by_default():
 
 
 def test_the_critics_warm_up_is_in_both(version):
-    s = settings_of(STACK_OF[version], METHOD="ppo", CRITIC_WARMUP="3")
-    assert rl(s)["trainer"]["critic_warmup"] == 4  # the first step that trains the policy
+    for steps, key in (("0", 0), ("1", 2), ("5", 6)):  # verl's is the first step that trains the policy
+        s = settings_of(STACK_OF[version], METHOD="ppo", CRITIC_WARMUP=steps, STEPS="9")
+        assert rl(s)["trainer"]["critic_warmup"] == key
+    assert rl(settings_of(STACK_OF[version]))["trainer"]["critic_warmup"] == 0  # without a critic
+    with pytest.raises(SettingsError, match=r"^CRITIC_WARMUP=2: leaves none of STEPS=2 to the policy; set it lower$"):
+        settings_of(STACK_OF[version], METHOD="ppo", CRITIC_WARMUP="2", STEPS="2")
     trainer = verl_package(version) / f"trainer/ppo/{'ray_trainer' if version == '0.6.1' else 'v1/trainer_base'}.py"
     assert "if self.config.trainer.critic_warmup <= self.global_steps:\n" in trainer.read_text()
 

@@ -86,7 +86,8 @@ def test_what_the_pass_would_have_measured(module, batch):
         for name in ("log_probs", "entropy")
     )
     module.tensordict_utils.assign_non_tensor(data, **{module.ON_POLICY: True})
-    _, metrics, _ = loss_of(module.ppo_loss, actor_config(), batch)
+    config = actor_config(loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=100)  # metrics are of a token
+    _, metrics, _ = loss_of(module.ppo_loss, config, batch)
     difference = (log_probs.exp() - data["rollout_log_probs"].values().exp()).abs()
     assert metrics["entropy"].aggregate() == pytest.approx(entropies.mean().item())
     assert metrics["training/rollout_probs_diff_max"] == pytest.approx(difference.max().item())
@@ -175,17 +176,10 @@ def test_metrics_of_two_gpus_are_of_all_tokens_where_a_micro_batch_has_none(modu
         for row in rows:
             append_to_dict(gpu, metrics_of([row], 2))
     wanted = {name: value for name, value in metrics_of([0, 2, 0], 1).items() if name in module.OVER_TOKENS}
-    assert ("rollout_corr/rollout_is_mean" in wanted) == bool(cap) and "rollout_corr/k3_kl" in wanted
+    assert any("rollout_is" in name for name in gpus[0]) == bool(cap) and "rollout_corr/k3_kl" in wanted
     for name, value in wanted.items():
         found = module.Metric.aggregate_dp([gpu[name] for gpu in gpus])
         assert found == pytest.approx(value.aggregate(), rel=1e-4), name
-
-
-def test_without_correction_nothing_is_weighed(module, batch):
-    data, _, _ = batch
-    module.tensordict_utils.assign_non_tensor(data, **{module.ON_POLICY: True, module.CAP: 0})
-    _, metrics, _ = loss_of(module.ppo_loss, actor_config(), batch)
-    assert not any("rollout_is" in name for name in metrics) and "rollout_corr/k3_kl" in metrics
 
 
 def test_other_batches_keep_their_old_log_probs(module, batch):
@@ -239,15 +233,6 @@ def test_advantages_are_whitened_where_two_tokens_count():
         with pytest.raises(ValueError, match="mask"):
             advantages._masked_whiten(values, mask)
         assert not advantages.masked_whiten(values, mask).any()
-
-
-def test_the_metric_of_the_entropy_is_of_a_token_whatever_the_loss(module, batch):
-    data, output, _ = batch
-    module.tensordict_utils.assign_non_tensor(data, **{module.ON_POLICY: True})
-    config = actor_config(loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=100)
-    _, metrics, _ = loss_of(module.ppo_loss, config, batch)
-    entropy = module.response_from_nested(output["entropy"].detach(), data["response_mask"])
-    assert metrics["entropy"].aggregate() == pytest.approx(float(entropy.values().mean()))
 
 
 @pytest.mark.parametrize("on_policy", [True, False])

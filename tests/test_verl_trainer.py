@@ -97,18 +97,6 @@ def test_a_step_that_is_saved_is_not_saved_again(trainer, module, monkeypatch):
     assert trainer.saved == written
 
 
-def test_a_launch_saves_within_five_minutes_of_its_first_step(trainer, module, monkeypatch):
-    clock = iter(range(0, 10**6, 70))
-    monkeypatch.setattr(checkpoint.time, "monotonic", lambda: next(clock))  # of a step's beginning, of its end
-    trainer._saved, written = 0, len(trainer.saved)
-    monkeypatch.setattr(module.PPOTrainerSync, "on_step_begin", lambda self: None)
-    trainer.__dict__.pop("_first_save")
-    for trainer.global_steps in range(1, 7):
-        trainer.on_step_begin()
-        trainer.on_step_end()
-    assert [step for step, _ in trainer.saved[written:]] == [3]  # 280 s after the first; a fourth would end at 420
-
-
 def test_a_warm_up_ends_by_the_loss_of_a_whole_demonstration_and_saves_every_five_minutes(monkeypatch):
     from verl.utils import tensordict_utils
 
