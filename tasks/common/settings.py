@@ -299,7 +299,8 @@ class Settings:
     def made(self) -> dict:
         """The manifest of the data that are there, made with these settings; empty where none are."""
         manifest = read_json(self.data_dir / "manifest.json")
-        return manifest if manifest.get("fingerprint") == self.data_fingerprint() else {}
+        whole = isinstance(manifest.get("rows"), dict) and manifest.get("fingerprint") == self.data_fingerprint()
+        return manifest if whole else {}
 
     def sft_parts(self) -> dict:
         """What the warm-up reads, by name: it starts anew where one changes."""
