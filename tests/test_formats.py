@@ -142,6 +142,12 @@ def test_pair_is_recognised(record):
     assert (found.kind, found.messages, found.chosen, found.rejected) == ("dpo", [HI], "yes", "no")
 
 
+def test_json_with_a_role_that_is_no_chat_stays_the_text_of_an_answer():
+    texts = [json.dumps({"name": "Bob", "role": role}) for role in ("engineer", "cook")]
+    found = conversation({"prompt": "hi", "chosen": texts[0], "rejected": texts[1]})
+    assert [found.chosen, found.rejected] == texts
+
+
 @pytest.mark.parametrize(
     "record, columns, expected",
     [

@@ -477,6 +477,11 @@ def test_what_is_of_rl_is_refused_of_dpo_where_it_is_typed(name):
     assert getattr(load(GIVEN=name, **{name: "1"}), name) == 1
 
 
+def test_a_profile_for_rl_stops_no_dpo():
+    given = {"METHOD": "dpo", "TRAIN_BATCH_SIZE": "8", "GIVEN": "METHOD TRAIN_BATCH_SIZE"}
+    assert load(**given, MINI_BATCH_SIZE="6", ROLLOUT_DTYPE="fp8").by_pairs  # DPO reads neither
+
+
 def test_staleness_is_of_async():
     given = {"GIVEN": "STALENESS", "STALENESS": "3"}
     assert error_of(**given) == "STALENESS=3: is for ASYNC=colocate or separate; this is ASYNC=off; leave STALENESS out"

@@ -513,13 +513,14 @@ def test_what_another_program_takes_meanwhile_does_not_end_the_engine(shared_gpu
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "shared, given, wanted, fractions",
+    "shared, stack, given, wanted, fractions",
     # of 40 GiB: 0.7 x 10 of its share, twice the 3 GiB of the profile, 2 GiB of graphs
-    [("2", None, 7, [15 / 40]), ("", None, None, []), ("2", 5, 5, [])],
-    ids=["shared", "alone", "given"],
+    [("2", "current", None, 7, [15 / 40]), ("2", "a100", None, 7, []), ("", "", None, None, []), ("2", "", 5, 5, [])],
+    ids=["shared", "in the trainer's process", "alone", "given"],
 )
-def test_the_memory_does_not_follow_what_others_use(shared, given, wanted, fractions, shared_gpu, monkeypatch):
+def test_the_memory_does_not_follow_what_others_use(shared, stack, given, wanted, fractions, shared_gpu, monkeypatch):
     gib = 2**30
+    monkeypatch.setenv("STACK", stack)
     monkeypatch.setenv(shared_gpu.SHARED, shared)
     given, wanted = given and given * gib, wanted and wanted * gib
     seen, limited = [], []

@@ -299,7 +299,8 @@ class Settings:
     def made(self) -> dict:
         """The manifest of the data that are there, made with these settings; empty where none are."""
         manifest = read_json(self.data_dir / "manifest.json")
-        return manifest if manifest.get("fingerprint") == self.data_fingerprint() else {}
+        whole = isinstance(manifest.get("rows"), dict) and manifest.get("fingerprint") == self.data_fingerprint()
+        return manifest if whole else {}
 
     def sft_parts(self) -> dict:
         """What the warm-up reads, by name: it starts anew where one changes."""
@@ -713,7 +714,7 @@ def _fp8_problems(s: Settings) -> Iterator[str]:
 def _training_problems(s: Settings, stage: str) -> Iterator[str]:
     """Why the GPUs cannot share the batches of a training, or its steps are too few."""
     called = "N_GPUS - ROLLOUT_GPUS" if s.sampling_gpus else "N_GPUS"
-    if s.training_gpus > 0:
+    if s.training_gpus > 0 and not s.by_pairs:
         prompts, mini = s.TRAIN_BATCH_SIZE, s.MINI_BATCH_SIZE
         yield from batch_problems(prompts, mini, s.ROLLOUT_N, s.training_gpus, s.NNODES, called)
     if (s.INIT == "sft" or stage == "sft") and s.SFT_BATCH_SIZE % s.N_GPUS:
@@ -736,7 +737,7 @@ def problems(s: Settings, stage: str) -> Iterator[str]:
         yield from method(s.METHOD).refusals(s)
         if s.ASYNC != "off":
             yield from _async_problems(s)
-        if s.ROLLOUT_DTYPE != "same":
+        if s.ROLLOUT_DTYPE != "same" and not s.by_pairs:
             yield from _fp8_problems(s)
         yield from _training_problems(s, stage)
     yield from _parallel_problems(s, stage)

@@ -89,10 +89,8 @@ def _conversation(record: dict, named: dict[str, str]) -> Conversation:
         return next(filter(has, names), next((name for name in names if name in record), None))
 
     def read(name: str, convert):
-        place, of_turns = f"column `{name}`", convert in (_turns, chat_in, _reply)
-        value = _at(place, _of_cell, record.get(name)) if of_turns else record.get(name)
-        made = _at(place, convert, value)
-        if made and of_turns and hasattr(record, "unread"):
+        made = _at(f"column `{name}`", convert, value := record.get(name))
+        if made and convert in (_turns, chat_in, _reply) and hasattr(record, "unread"):
             record.unread |= {f"{name}.{key}" for key in _unread(value)}
         return made
 
@@ -178,15 +176,11 @@ def _takes_null(schema) -> bool:
 
 def chat_in(value) -> list[dict] | None:
     """The OpenAI messages in ``value``, also as one message or as JSON text (a cell of CSV); None for anything else."""
-    value = _of_cell(value)
+    if isinstance(value, str) and _CELL.fullmatch(value):
+        value = _parsed(value)
     turns = value if isinstance(value, list) else [value]
     whole = turns and all(isinstance(t, dict) and (t.keys() & {"content", "value", "tool_calls"}) for t in turns)
     return _turns(turns) if whole and all(str(t.get("role", t.get("from"))) in ROLE_OF for t in turns) else None
-
-
-def _of_cell(value):
-    """``value``, parsed if it is the text of a chat."""
-    return _parsed(value) if isinstance(value, str) and _CELL.fullmatch(value) else value
 
 
 def _history(value) -> list[dict]:
@@ -298,7 +292,8 @@ def _message(turn) -> dict:
 
 
 def _unread(turns) -> set[str]:
-    """Keys of ``turns``, one or a list, that hold something and that ``_message`` does not read."""
+    """Keys of ``turns``, as ``chat_in`` takes them, that hold something and that ``_message`` does not read."""
+    turns = _parsed(turns) if isinstance(turns, str) and _CELL.fullmatch(turns) else turns
     turns = [turn for turn in (turns if isinstance(turns, list) else [turns]) if isinstance(turn, dict)]
     found: set[str] = set()
     for turn in turns:

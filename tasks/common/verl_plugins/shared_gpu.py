@@ -37,14 +37,15 @@ def determine_available_memory(self) -> int:
     """Bytes for the KV cache: a fixed part of its share where the GPU is shared, else what vLLM's profile leaves.
 
     There torch holds at most the KV cache and twice what the profile took (weights, activations): it gives back unused
-    blocks before it takes more.
+    blocks before it takes more. verl 0.6.1 trains in this process too, which takes more than that.
     """
     if not os.environ.get(SHARED) or self.cache_config.kv_cache_memory_bytes:
         return _determine_available_memory(self)
     self.cache_config.kv_cache_memory_bytes = int(KV_CACHE * self.requested_memory)
     available = _determine_available_memory(self)
-    most = self.cache_config.kv_cache_memory_bytes + 2 * torch.cuda.max_memory_allocated() + GRAPHS
-    torch.cuda.set_per_process_memory_fraction(min(1.0, most / self.init_snapshot.total_memory))
+    if os.environ.get("STACK") != "a100":
+        most = self.cache_config.kv_cache_memory_bytes + 2 * torch.cuda.max_memory_allocated() + GRAPHS
+        torch.cuda.set_per_process_memory_fraction(min(1.0, most / self.init_snapshot.total_memory))
     return available
 
 
