@@ -18,9 +18,9 @@ expect(transformer_impl.FSDPEngine._build_module, "from verl.utils.model import 
 
 
 def load_valuehead_model(local_path, torch_dtype, model_config, trust_remote_code):
-    """As verl's, with the attention of the config; no code of the model's is run."""
+    """As verl's, with the attention of the config."""
     how = {"dtype": torch_dtype, "config": model_config}
-    return AutoModelForTokenClassification.from_pretrained(local_path, **how, trust_remote_code=False)
+    return AutoModelForTokenClassification.from_pretrained(local_path, **how, trust_remote_code=trust_remote_code)
 
 
 monkey_patch.is_trl_available = lambda: False
