@@ -62,6 +62,17 @@ def test_records_come_back_and_can_be_read_again(tmp_path, suffix):
     assert next(iter(found)) == ROWS[0]
 
 
+def test_a_short_float_is_the_decimal_that_was_written(tmp_path, hub_folder):
+    kind = pa.struct([("v", pa.list_(pa.float32())), ("w", pa.float16())])
+    written = [{"answer": {"v": [5.8, None, 1e-7], "w": 0.1}, "d": 0.1 + 0.2}, {"answer": None, "d": 1.0}]
+    pq.write_table(pa.Table.from_pylist(written, pa.schema({"answer": kind, "d": pa.float64()})), tmp_path / "x.parquet")
+    pq.write_table(pa.table({"answer": pa.array([5.8], pa.float32())}), hub_folder / "train.parquet")
+    (hub_folder / "train.jsonl").unlink()
+    (hub_folder / "test.jsonl").unlink()
+    assert list(Records(tmp_path / "x.parquet")) == written
+    assert list(hub(str(hub_folder))) == [{"answer": 5.8}]
+
+
 def test_array_in_any_layout(tmp_path):
     rows = [*ROWS, {"a": [{"b": "]},{"}, 1.5, None, True, 2**70]}, {}]
     path = write(tmp_path / "x.json", f"\ufeff \n[ {' , '.join(json.dumps(row) for row in rows)}\n ] \n")
