@@ -62,7 +62,8 @@ class Records:
         self.unused: dict[str, None] = {}  # what ``converted`` did not read: columns that hold something, nulls
         self.nulls: dict[str, None] = {}
         if self.path.suffix.lower() not in DATA_SUFFIXES:
-            raise DataError(f"{path}: unknown kind of file; give one of {', '.join(DATA_SUFFIXES)}")
+            kinds = f"give one of {', '.join(DATA_SUFFIXES)}; of a spreadsheet save a sheet as CSV"
+            raise DataError(f"{path}: unknown kind of file; {kinds}")
         if not self.path.is_file():
             raise DataError(f"{path}: no such file")
 
@@ -242,7 +243,8 @@ def _csv(path: Path) -> Iterator[tuple[str, dict | DataError]]:
         rows = filter(None, reader)  # without empty lines
         header = next(rows, [])
         if len(set(header)) < len(header) or "" in header:
-            raise DataError(f"the header has an empty or repeated name: {', '.join(header)[:200]}")
+            names = f"{', '.join(header)[:200]}; name each column once (pandas: index=False)"
+            raise DataError(f"the header has an empty or repeated name: {names}")
         for index, row in enumerate(rows):
             wrong = f"(line {reader.line_num}) has {len(row)} fields, the header has {len(header)}"
             fits = len(row) == len(header)
