@@ -65,7 +65,8 @@ def test_records_come_back_and_can_be_read_again(tmp_path, suffix):
 def test_a_short_float_is_the_decimal_that_was_written(tmp_path, hub_folder):
     kind = pa.struct([("v", pa.list_(pa.float32())), ("w", pa.float16())])
     written = [{"answer": {"v": [5.8, None, 1e-7], "w": 0.1}, "d": 0.1 + 0.2}, {"answer": None, "d": 1.0}]
-    pq.write_table(pa.Table.from_pylist(written, pa.schema({"answer": kind, "d": pa.float64()})), tmp_path / "x.parquet")
+    schema = pa.schema({"answer": kind, "d": pa.float64()})
+    pq.write_table(pa.Table.from_pylist(written, schema), tmp_path / "x.parquet")
     pq.write_table(pa.table({"answer": pa.array([5.8], pa.float32())}), hub_folder / "train.parquet")
     (hub_folder / "train.jsonl").unlink()
     (hub_folder / "test.jsonl").unlink()
@@ -203,7 +204,7 @@ def test_csv_with_long_fields(tmp_path):
     assert list(Records(write_rows(tmp_path / "x.csv", [{"a": "x" * 500_000}]))) == [{"a": "x" * 500_000}]
 
 
-@pytest.mark.parametrize("name, message", [("no.json", "no such file"), ("x.xlsx", "unknown kind.*save a sheet as CSV"), ("", "unknown")])
+@pytest.mark.parametrize("name, message", [("no.json", "no such file"), ("x.xlsx", "kind.*a sheet as CSV"), ("", "unknown")])
 def test_file_that_cannot_be(tmp_path, name, message):
     with pytest.raises(DataError, match=message):
         Records(tmp_path / name)
