@@ -204,7 +204,7 @@ def test_csv_with_long_fields(tmp_path):
     assert list(Records(write_rows(tmp_path / "x.csv", [{"a": "x" * 500_000}]))) == [{"a": "x" * 500_000}]
 
 
-@pytest.mark.parametrize("name, message", [("no.json", "no such file"), ("x.xlsx", "kind.*a sheet as CSV"), ("", "unknown")])
+@pytest.mark.parametrize("name, message", [("no.json", "no such file"), ("x.xlsx", "a sheet as CSV"), ("", "unknown")])
 def test_file_that_cannot_be(tmp_path, name, message):
     with pytest.raises(DataError, match=message):
         Records(tmp_path / name)
