@@ -25,6 +25,7 @@ from verl_tasks.data import gold
 from verl_tasks.data.prepare import Examples, _prepare, describe, load_tokenizer, prepare
 from verl_tasks.data.records import load
 from verl_tasks.models.chat_template import demonstration_ids
+from verl_tasks.rewards.answers import reward_function
 from verl_tasks.rewards.environment import Step, tool_message
 from verl_tasks.rewards.tool_calls import render_calls
 from verl_tasks.rows import DataError, Example, read_rows
@@ -196,6 +197,13 @@ def test_a_row_that_breaks_the_reward_does_not_break_the_check(reward):
     reasons = [other["reason"] for other in entry["others"]]
     assert reasons[0].startswith("the process died") and reasons[2] == "score nan"
     assert reasons[1].startswith("SystemExit: no (tests/test_gold.py:")
+
+
+def test_one_fault_of_the_reward_is_told_once(reward):
+    reward(reward_function(lambda *given, **more: None))
+    entry, _ = gold.check(settings(), rows(3))
+    reason = "RewardError: compute_score must return a dict with `score` and `acc`, not None"
+    assert gold.said(entry) == f"0 of 3 demonstrations get acc 1; the others: x: row 0, row 1, row 2 ({reason})"
 
 
 @pytest.fixture

@@ -62,6 +62,18 @@ def test_records_come_back_and_can_be_read_again(tmp_path, suffix):
     assert next(iter(found)) == ROWS[0]
 
 
+def test_a_short_float_is_the_decimal_that_was_written(tmp_path, hub_folder):
+    kind = pa.struct([("v", pa.list_(pa.float32())), ("w", pa.float16())])
+    written = [{"answer": {"v": [5.8, None, 1e-7], "w": 0.1}, "d": 0.1 + 0.2}, {"answer": None, "d": 1.0}]
+    schema = pa.schema({"answer": kind, "d": pa.float64()})
+    pq.write_table(pa.Table.from_pylist(written, schema), tmp_path / "x.parquet")
+    pq.write_table(pa.table({"answer": pa.array([5.8], pa.float32())}), hub_folder / "train.parquet")
+    (hub_folder / "train.jsonl").unlink()
+    (hub_folder / "test.jsonl").unlink()
+    assert list(Records(tmp_path / "x.parquet")) == written
+    assert list(hub(str(hub_folder))) == [{"answer": 5.8}]
+
+
 def test_array_in_any_layout(tmp_path):
     rows = [*ROWS, {"a": [{"b": "]},{"}, 1.5, None, True, 2**70]}, {}]
     path = write(tmp_path / "x.json", f"\ufeff \n[ {' , '.join(json.dumps(row) for row in rows)}\n ] \n")
@@ -129,7 +141,7 @@ BAD = {
     "csv: open quote": (".csv", 'a,b\n1,"2\n3,4\n', "not readable csv"),
     "csv: text after quote": (".csv", 'a,b\n1,2\n"1"x,2\n', "after row 0: not readable csv"),
     "csv: header twice": (".csv", "a,a\n1,2\n", "empty or repeated name"),
-    "csv: header with nothing": (".csv", "a,\n1,2\n", "empty or repeated name"),
+    "csv: header with nothing": (".csv", ",a\n1,2\n", "empty or repeated name: , a; .*index=False"),
     "csv: no UTF-8": (".csv", b"a,b\n1,\xe9\n", "not readable csv .*utf-8.*; save it as UTF-8"),
     "parquet: text": (".parquet", "a,b\n1,2\n", "not readable parquet"),
 }
@@ -192,7 +204,7 @@ def test_csv_with_long_fields(tmp_path):
     assert list(Records(write_rows(tmp_path / "x.csv", [{"a": "x" * 500_000}]))) == [{"a": "x" * 500_000}]
 
 
-@pytest.mark.parametrize("name, message", [("no.json", "no such file"), ("x.xlsx", "unknown kind"), ("", "unknown")])
+@pytest.mark.parametrize("name, message", [("no.json", "no such file"), ("x.xlsx", "a sheet as CSV"), ("", "unknown")])
 def test_file_that_cannot_be(tmp_path, name, message):
     with pytest.raises(DataError, match=message):
         Records(tmp_path / name)

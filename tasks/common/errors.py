@@ -36,8 +36,9 @@ def own_place(error: BaseException) -> str:
         file, name = Path(frame.f_code.co_filename).resolve(), frame.f_code.co_name
         if not file.is_relative_to(ROOT) or file.is_relative_to(PACKAGE) or "site-packages" in file.parts:
             continue
-        if name == "<module>" and frame.f_globals.get("__name__") == "__main__":
-            continue  # a task's program, which calls ours
+        program = name == "<module>" and frame.f_globals.get("__name__") == "__main__"
+        if program or file.name.startswith("<"):  # a task's program, which calls ours; "<frozen runpy>", no file
+            continue
         return f"{file.relative_to(ROOT)}:{line}, in {name}"
     return ""
 

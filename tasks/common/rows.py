@@ -118,7 +118,7 @@ def truth_problem(value) -> str | None:
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError) as error:
-        return f"must be text or a JSON value ({error})"
+        return f"must be text or a JSON value ({error}); convert it first"
     return None
 
 

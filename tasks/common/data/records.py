@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from verl_tasks.data.formats import conversation, tool_schemas
 from verl_tasks.files import sha256
@@ -61,7 +62,8 @@ class Records:
         self.unused: dict[str, None] = {}  # what ``converted`` did not read: columns that hold something, nulls
         self.nulls: dict[str, None] = {}
         if self.path.suffix.lower() not in DATA_SUFFIXES:
-            raise DataError(f"{path}: unknown kind of file; give one of {', '.join(DATA_SUFFIXES)}")
+            kinds = f"give one of {', '.join(DATA_SUFFIXES)}; of a spreadsheet save a sheet as CSV"
+            raise DataError(f"{path}: unknown kind of file; {kinds}")
         if not self.path.is_file():
             raise DataError(f"{path}: no such file")
 
@@ -127,7 +129,8 @@ class HubRecords(Records):
 
     def located(self) -> Iterator[tuple[str, dict]]:
         """Each record with its place, "openai/gsm8k: row 3"."""
-        return ((f"{self.name}: row {at}", _own(record, self.nulls)) for at, record in enumerate(self.dataset))
+        kind, rows = pa.struct(self.dataset.features.arrow_schema), enumerate(self.dataset)
+        return ((f"{self.name}: row {at}", _own(_written(record, kind), self.nulls)) for at, record in rows)
 
     def origin(self) -> dict:
         """The manifest's entry of the data set: name, config, split, and the revision if it is known."""
@@ -240,7 +243,8 @@ def _csv(path: Path) -> Iterator[tuple[str, dict | DataError]]:
         rows = filter(None, reader)  # without empty lines
         header = next(rows, [])
         if len(set(header)) < len(header) or "" in header:
-            raise DataError(f"the header has an empty or repeated name: {', '.join(header)[:200]}")
+            names = f"{', '.join(header)[:200]}; name each column once (pandas: index=False)"
+            raise DataError(f"the header has an empty or repeated name: {names}")
         for index, row in enumerate(rows):
             wrong = f"(line {reader.line_num}) has {len(row)} fields, the header has {len(header)}"
             fits = len(row) == len(header)
@@ -260,7 +264,20 @@ def _separator(start: str) -> str:
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, dict]]:
-    return ((f"row {index}", record) for index, record in enumerate(parquet_rows(path)))
+    kind, rows = pa.struct(pq.read_schema(path)), enumerate(parquet_rows(path))
+    return ((f"row {index}", _written(record, kind)) for index, record in rows)
+
+
+def _written(value, kind: pa.DataType):
+    """``value`` of the Arrow type ``kind``; a float of 32 or 16 bits as the decimal that was written: 5.8, for which
+    Arrow gives 5.800000190734863."""
+    if "float" not in str(kind):
+        return value
+    if isinstance(value, dict):
+        return {name: _written(each, kind.field(name).type) for name, each in value.items()}
+    if isinstance(value, list) and hasattr(kind, "value_type"):
+        return [_written(each, kind.value_type) for each in value]
+    return float(str(kind.to_pandas_dtype()(value))) if isinstance(value, float) else value
 
 
 def _own(value, nulls: dict[str, None], place: str | None = None):

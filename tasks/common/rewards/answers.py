@@ -122,9 +122,10 @@ def reward_function(compute_score: Callable[..., dict]) -> Callable[..., dict]:
     ``compute_score`` gets the response with the ``<think>`` that the prompt opened, and a ``variant`` that is one of
     its module's VARIANTS.
 
-    Anything else, and what the function raises, becomes a RewardError of one line with the ground truth: an advantage
-    computed from NaN would ruin the policy in silence.
+    Anything else, other keys than of a response before, and what the function raises, becomes a RewardError of one line
+    with the ground truth: an advantage computed from NaN would ruin the policy in silence.
     """
+    keys: dict[str | None, list[str]] = {}  # of the first response, by variant; verl reads those of each batch's first
 
     @functools.wraps(compute_score)
     def checked(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> dict:
@@ -139,21 +140,33 @@ def reward_function(compute_score: Callable[..., dict]) -> Callable[..., dict]:
             raise
         except (Exception, SystemExit) as error:  # an exit would end a worker of verl without a word
             raise RewardError(f"{where}: compute_score raised {said(error)}") from error
-        if not isinstance(result, dict) or not {"score", "acc"} <= result.keys():
-            raise RewardError(f"{where}: compute_score must return a dict with `score` and `acc`, not {result!r}")
-        if taken := [key for key in VERLS if key in result]:
-            raise RewardError(f"{where}: verl itself writes `{taken[0]}`; give this key of the dict another name")
-        numbers = {key: number(value) for key, value in result.items()}
-        for key, value in result.items():
-            if numbers[key] is None:
-                shown = "a huge integer" if isinstance(value, int) else repr(value)[:50]
-                raise RewardError(f"{where}: {key} is {shown}, not a finite number")
-        if numbers["acc"] not in (0, 1):
-            raise RewardError(f"{where}: acc is {numbers['acc']:g}, not 1 (right) or 0; partial credit is for `score`")
-        return numbers
+        try:
+            numbers = _numbers(result)
+            if (own := sorted(map(str, numbers))) != (first := keys.setdefault(kwargs.get("variant"), own)):
+                told = f"the keys are {', '.join(own)}, before {', '.join(first)}"
+                raise RewardError(f"{told}; return the same for every response")
+            return numbers
+        except RewardError as error:
+            raise RewardError(f"{where}: {error}") from error
 
     checked.refuses = True  # of ``is_checked``
     return checked
+
+
+def _numbers(result) -> dict[str, float]:
+    """What a compute_score returned. Raises RewardError, the same for every row, if it is no score."""
+    if not isinstance(result, dict) or not {"score", "acc"} <= result.keys():
+        raise RewardError(f"compute_score must return a dict with `score` and `acc`, not {result!r:.300}")
+    if taken := [key for key in VERLS if key in result]:
+        raise RewardError(f"verl itself writes `{taken[0]}`; give this key of the dict another name")
+    numbers = {key: number(value) for key, value in result.items()}
+    for key, value in result.items():
+        if numbers[key] is None:
+            shown = "a huge integer" if isinstance(value, int) else repr(value)[:50]
+            raise RewardError(f"{key} is {shown}, not a finite number")
+    if numbers["acc"] not in (0, 1):
+        raise RewardError(f"acc is {numbers['acc']:g}, not 1 (right) or 0; partial credit is for `score`")
+    return numbers
 
 
 def is_checked(compute_score: Callable) -> bool:
