@@ -152,6 +152,20 @@ def test_what_verl_would_refuse_later_is_refused_now(prepared, small_model, tmp_
         assert [line for line in found if line.startswith("error ") and said in line], found
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"quantization_config": {"quant_method": "awq"}}, r"its weights are quantized \(awq\), so they cannot be"),
+        ({"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}, "transformers has no model_type=own, and code"),
+        ({"model_type": "glm4"}, None),
+    ],
+)
+def test_a_model_that_no_training_loads_is_an_error(change, said, small_model, tmp_path):
+    folder = model_folder(tmp_path / "model", EMBEDDED_CONFIG | change, small_model)
+    found = [str(each) for each in doctor.model(task_settings("countdown", {"MODEL": str(folder)}))]
+    assert len(found) == bool(said) and (not said or re.search(f"MODEL={folder}: {said}", found[0])), found
+
+
 @pytest.mark.medium
 def test_own_data_with_held_out_prompts_is_an_error(prepared, tmp_path):
     test = Path(prepared["ARTIFACTS"]) / "data/countdown/test.parquet"

@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib.util import cache_from_source, find_spec
 from itertools import chain, islice
 from pathlib import Path
@@ -407,6 +408,25 @@ def model(s: Settings) -> Iterator[Finding]:
             resolve_model(s.MODEL)
     except SettingsError as problem:
         yield error("model", str(problem), "set MODEL")
+        return
+    yield from untrainable(s)
+
+
+def untrainable(s: Settings) -> Iterator[Finding]:
+    """Weights that no training updates, and a family that transformers has no class of."""
+    with suppress(ValueError):  # neither a folder nor a hub id
+        config = read_json(memory.config_file(base_model(s.MODEL)) or Path())
+        kind, quantized = config.get("model_type"), config.get("quantization_config")
+        if quantized:
+            how = quantized.get("quant_method", "") if isinstance(quantized, dict) else ""
+            text = f"MODEL={s.MODEL}: its weights are quantized ({one_line(str(how), 40)}), so they cannot be trained"
+            yield error("model", text, "take the model that they were made from")
+        if kind and kind not in memory.PLAIN:
+            from transformers import CONFIG_MAPPING
+
+            if kind not in CONFIG_MAPPING:
+                text = f"MODEL={s.MODEL}: transformers has no model_type={one_line(str(kind), 60)}"
+                yield error("model", f"{text}, and code that comes with a model is never run", "take another MODEL")
 
 
 def _folder(model: str) -> Path | None:
