@@ -143,7 +143,7 @@ def test_what_verl_would_refuse_later_is_refused_now(prepared, small_model, tmp_
         ({}, (micro,), "ppo_micro_batch_size_per_gpu=3: must divide"),
         ({}, (tp,), "tensor_model_parallel_size=2: must divide"),
         ({"MODEL": "/no/such/model"}, (), "MODEL=/no/such/model: no such folder"),
-        ({"MODEL": broken}, (), f"MODEL={broken}: the tokenizer fails on the prompts"),
+        ({"MODEL": broken}, (), f"MODEL={broken}: no tokenizer to count prompt tokens"),
         ({"MAX_PROMPT_LENGTH": "40"}, (), "longer than MAX_PROMPT_LENGTH, too many: they are left out; raise"),
         ({"MODEL": "embedded", "MAX_RESPONSE_LENGTH": "8100"}, (), "LENGTH=8100: more than MODEL's window of 8192"),
         ({"MODEL": "embedded", "MAX_NEW_TOKENS": "8100"}, (), "MAX_NEW_TOKENS=8100: more than MODEL's window of 8192"),
@@ -164,6 +164,16 @@ def test_a_model_that_no_training_loads_is_an_error(change, said, small_model, t
     folder = model_folder(tmp_path / "model", EMBEDDED_CONFIG | change, small_model)
     found = [str(each) for each in doctor.model(task_settings("countdown", {"MODEL": str(folder)}))]
     assert len(found) == bool(said) and (not said or re.search(f"MODEL={folder}: {said}", found[0])), found
+
+
+def test_a_tokenizer_without_a_template_is_an_error_before_there_are_rows(small_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("ARTIFACTS", str(tmp_path / "artifacts"))
+    shutil.copytree(small_model, folder := tmp_path / "model", ignore=shutil.ignore_patterns("*.jinja"))
+    s = task_settings("countdown", {"MODEL": str(folder)})
+    (found,) = doctor.lengths(s, math.inf)
+    assert found.state == "error" and f"MODEL={folder}: has no chat template to render prompts" in str(found)
+    shutil.copy(next(small_model.glob("*.jinja")), folder)
+    assert not [*doctor.lengths(s, math.inf)]
 
 
 @pytest.mark.medium

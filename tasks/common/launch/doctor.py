@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from verl_tasks import __version__
 from verl_tasks.data import gold
 from verl_tasks.data.held_out import check_held_out
-from verl_tasks.data.prepare import read_manifest
+from verl_tasks.data.prepare import load_tokenizer, read_manifest
 from verl_tasks.files import read_json
 from verl_tasks.install.check import installed
 from verl_tasks.launch import memory_checks
@@ -286,24 +286,24 @@ def reward(s: Settings) -> Iterator[Finding]:
 def lengths(s: Settings, by: float) -> Iterator[Finding]:
     """How many prompts fit MAX_PROMPT_LENGTH with the model's tokenizer (verl drops the others), and how many
     demonstrations MAX_RESPONSE_LENGTH. Skipped after ``by`` (time.monotonic)."""
-    folder, manifest = _folder(s.MODEL), s.made()
-    if not s.train_file.is_file() or not (manifest or s.TRAIN_FILE) or folder is None:
+    folder, manifest = _folder(base_model(s.MODEL)), s.made()
+    if folder is None:
         return
-    files = {"prompts": s.train_file}
-    if not s.TRAIN_FILE and manifest.get("tokenizer") == s.MODEL:
+    files = {"prompts": s.train_file} if s.train_file.is_file() and (manifest or s.TRAIN_FILE) else {}
+    if files and not s.TRAIN_FILE and manifest.get("tokenizer") == s.MODEL:
         yield ok("prompts", "measured with MODEL's tokenizer when the data was made")
         del files["prompts"]
-    if "sft" in manifest.get("rows", ()):
+    if s.train_file.is_file() and "sft" in manifest.get("rows", ()):
         files["demonstrations"] = s.data_dir / "sft.parquet"
-    if not files:
-        return
     if time.monotonic() > by:
-        yield ok(" and ".join(files), "not measured: the other checks took too long")
+        yield ok(" and ".join(files) or "tokenizer", "not measured: the other checks took too long")
         return
-    from transformers import AutoTokenizer
-
+    try:  # also before there are rows: a training would fail minutes later
+        tokenizer = load_tokenizer(str(folder), weights=False, download=False)
+    except DataError as problem:
+        yield error("tokenizer", str(problem), "take an instruct model whose tokenizer needs no code of its own")
+        return
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         found = {what: measured(tokenizer, file) for what, file in files.items()}
     except (DataError, OSError, pa.ArrowException):
         return  # ``data`` reports it
