@@ -1,5 +1,6 @@
 """`make doctor`: what it finds on this machine, on data and settings that are wrong, and in what nvidia-smi says."""
 
+import contextlib
 import ctypes
 import importlib.util
 import json
@@ -15,6 +16,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pyarrow as pa
@@ -155,15 +157,31 @@ def test_what_verl_would_refuse_later_is_refused_now(prepared, small_model, tmp_
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"quantization_config": {"quant_method": "awq"}}, r"its weights are quantized \(awq\), so they cannot be"),
+        ({"quantization_config": {"quant_method": "awq"}}, "its weights are quantized; take the model"),
         ({"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}, "transformers has no model_type=own, and code"),
         ({"model_type": "glm4"}, None),
+        ({"model_type": "falcon_h1"}, "peft puts no adapter on every layer of model_type=falcon_h1"),
     ],
 )
 def test_a_model_that_no_training_loads_is_an_error(change, said, small_model, tmp_path):
     folder = model_folder(tmp_path / "model", EMBEDDED_CONFIG | change, small_model)
-    found = [str(each) for each in doctor.model(task_settings("countdown", {"MODEL": str(folder)}))]
-    assert len(found) == bool(said) and (not said or re.search(f"MODEL={folder}: {said}", found[0])), found
+    s = task_settings("countdown", {"MODEL": str(folder), "LORA_RANK": "4"})
+    found = [str(each) for each in doctor.model(s)]
+    assert len(found) == bool(said) and (not said or re.search(said, found[0])), found
+
+
+def test_the_families_without_an_adapter_are_those_that_peft_refuses():
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba as check
+    from transformers import CONFIG_MAPPING
+
+    def refuses(kind: str) -> bool:
+        model = SimpleNamespace(config=SimpleNamespace(model_type=kind))
+        with contextlib.suppress(ValueError):
+            return bool(check(LoraConfig(), model, "out_proj"))
+        return True
+
+    assert tuple(sorted(kind for kind in CONFIG_MAPPING if refuses(kind))) == doctor.WITHOUT_LORA
 
 
 def test_a_tokenizer_without_a_template_is_an_error_before_there_are_rows(small_model, tmp_path, monkeypatch):

@@ -48,6 +48,8 @@ PROMPT_SECONDS = 3.0
 TOKENIZER_BY = 6.0  # seconds; later the tokenizer is not loaded: its import may take 14 s on a busy machine
 SHARED_MEMORY = 2e9  # with less, Ray's object store goes to disk, and NCCL and data workers may not start
 PINNED = ("verl", "torch", "vllm", "transformers", "ray", "tensordict")  # a wrong version of another is a warning
+# Families whose output layers peft refuses (peft/tuners/tuners_utils.py, _check_lora_target_modules_mamba).
+WITHOUT_LORA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 COMPILED = ("torch", "transformers", "vllm", "verl")  # the largest imports
 
 
@@ -413,20 +415,22 @@ def model(s: Settings) -> Iterator[Finding]:
 
 
 def untrainable(s: Settings) -> Iterator[Finding]:
-    """Weights that no training updates, and a family that transformers has no class of."""
+    """Weights that no training updates, a family that transformers has no class of, and one that takes no adapter."""
     with suppress(ValueError):  # neither a folder nor a hub id
         config = read_json(memory.config_file(base_model(s.MODEL)) or Path())
-        kind, quantized = config.get("model_type"), config.get("quantization_config")
-        if quantized:
-            how = quantized.get("quant_method", "") if isinstance(quantized, dict) else ""
-            text = f"MODEL={s.MODEL}: its weights are quantized ({one_line(str(how), 40)}), so they cannot be trained"
+        kind = one_line(str(config.get("model_type", "llama")), 60)
+        if config.get("quantization_config"):
+            text = f"MODEL={s.MODEL}: its weights are quantized"
             yield error("model", text, "take the model that they were made from")
-        if kind and kind not in memory.PLAIN:
+        if s.LORA_RANK and kind in WITHOUT_LORA:
+            text = f"LORA_RANK={s.LORA_RANK}: peft puts no adapter on every layer of model_type={kind}"
+            yield error("model", text, "set LORA_RANK=0, or take another MODEL")
+        if kind not in memory.PLAIN:
             from transformers import CONFIG_MAPPING
 
             if kind not in CONFIG_MAPPING:
-                text = f"MODEL={s.MODEL}: transformers has no model_type={one_line(str(kind), 60)}"
-                yield error("model", f"{text}, and code that comes with a model is never run", "take another MODEL")
+                text = f"transformers has no model_type={kind}, and code that comes with a model is never run"
+                yield error("model", f"MODEL={s.MODEL}: {text}", "take another MODEL")
 
 
 def _folder(model: str) -> Path | None:
