@@ -1,5 +1,6 @@
 """`make doctor`: what it finds on this machine, on data and settings that are wrong, and in what nvidia-smi says."""
 
+import contextlib
 import ctypes
 import importlib.util
 import json
@@ -15,6 +16,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pyarrow as pa
@@ -143,13 +145,53 @@ def test_what_verl_would_refuse_later_is_refused_now(prepared, small_model, tmp_
         ({}, (micro,), "ppo_micro_batch_size_per_gpu=3: must divide"),
         ({}, (tp,), "tensor_model_parallel_size=2: must divide"),
         ({"MODEL": "/no/such/model"}, (), "MODEL=/no/such/model: no such folder"),
-        ({"MODEL": broken}, (), f"MODEL={broken}: the tokenizer fails on the prompts"),
+        ({"MODEL": broken}, (), f"MODEL={broken}: no tokenizer to count prompt tokens"),
         ({"MAX_PROMPT_LENGTH": "40"}, (), "longer than MAX_PROMPT_LENGTH, too many: they are left out; raise"),
         ({"MODEL": "embedded", "MAX_RESPONSE_LENGTH": "8100"}, (), "LENGTH=8100: more than MODEL's window of 8192"),
         ({"MODEL": "embedded", "MAX_NEW_TOKENS": "8100"}, (), "MAX_NEW_TOKENS=8100: more than MODEL's window of 8192"),
     ):
         found = findings({**prepared, **own, **variables}, arguments)
         assert [line for line in found if line.startswith("error ") and said in line], found
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"quantization_config": {"quant_method": "awq"}}, "its weights are quantized; take the model"),
+        ({"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}, "transformers has no model_type=own, and code"),
+        ({"model_type": "glm4"}, None),
+        ({"model_type": "falcon_h1"}, "peft puts no adapter on every layer of model_type=falcon_h1"),
+    ],
+)
+def test_a_model_that_no_training_loads_is_an_error(change, said, small_model, tmp_path):
+    folder = model_folder(tmp_path / "model", EMBEDDED_CONFIG | change, small_model)
+    s = task_settings("countdown", {"MODEL": str(folder), "LORA_RANK": "4"})
+    found = [str(each) for each in doctor.model(s)]
+    assert len(found) == bool(said) and (not said or re.search(said, found[0])), found
+
+
+def test_the_families_without_an_adapter_are_those_that_peft_refuses():
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba as check
+    from transformers import CONFIG_MAPPING
+
+    def refuses(kind: str) -> bool:
+        model = SimpleNamespace(config=SimpleNamespace(model_type=kind))
+        with contextlib.suppress(ValueError):
+            return bool(check(LoraConfig(), model, "out_proj"))
+        return True
+
+    assert tuple(sorted(kind for kind in CONFIG_MAPPING if refuses(kind))) == doctor.WITHOUT_LORA
+
+
+def test_a_tokenizer_without_a_template_is_an_error_before_there_are_rows(small_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("ARTIFACTS", str(tmp_path / "artifacts"))
+    shutil.copytree(small_model, folder := tmp_path / "model", ignore=shutil.ignore_patterns("*.jinja"))
+    s = task_settings("countdown", {"MODEL": str(folder)})
+    (found,) = doctor.lengths(s, math.inf)
+    assert found.state == "error" and f"MODEL={folder}: has no chat template to render prompts" in str(found)
+    shutil.copy(next(small_model.glob("*.jinja")), folder)
+    assert not [*doctor.lengths(s, math.inf)]
 
 
 @pytest.mark.medium

@@ -385,6 +385,23 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_an_error(tmp_path, small_mod
     assert found(tmp_path, small_model, {"vocab_size": 100})["vocabulary"].state == "error"
 
 
+@pytest.mark.parametrize(("added", "said"), [("<image>", []), ("<end>", ["vocabulary"])])
+@pytest.mark.parametrize("nested", [False, True])  # in a config of text and pictures
+def test_an_added_token_needs_a_row_where_a_turn_ends_with_it(added, said, nested, tmp_path, small_model):
+    tokenizer, rows = load_tokenizer(str(small_model)), 258
+    tokenizer.add_special_tokens({"additional_special_tokens": [added]})
+    assert len(tokenizer) == rows + 1
+    if said:
+        tokenizer.chat_template = tokenizer.chat_template.replace("<|im_end|>", added)
+        tokenizer.eos_token = added
+    tokenizer.save_pretrained(tmp_path)
+    text = {"vocab_size": rows}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text} if nested else text))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.eos_token_id}))
+    states = needs.tokens(replace(real(None, "current")[0], MODEL=str(tmp_path)), tokenizer)
+    assert [each.what for each in states if each.state == "error"] == said
+
+
 def test_long_prompts_and_demonstrations_are_counted_under_the_real_limits(tmp_path, small_model):
     lengths = {"MAX_PROMPT_LENGTH": "64", "MAX_RESPONSE_LENGTH": "32"}
     states = found(tmp_path, small_model, settings=lengths, prompt="x" * 100, answer="y" * 40)

@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib.util import cache_from_source, find_spec
 from itertools import chain, islice
 from pathlib import Path
@@ -20,7 +21,7 @@ import pyarrow.parquet as pq
 from verl_tasks import __version__
 from verl_tasks.data import gold
 from verl_tasks.data.held_out import check_held_out
-from verl_tasks.data.prepare import read_manifest
+from verl_tasks.data.prepare import load_tokenizer, read_manifest
 from verl_tasks.files import read_json
 from verl_tasks.install.check import installed
 from verl_tasks.launch import memory_checks
@@ -47,6 +48,8 @@ PROMPT_SECONDS = 3.0
 TOKENIZER_BY = 6.0  # seconds; later the tokenizer is not loaded: its import may take 14 s on a busy machine
 SHARED_MEMORY = 2e9  # with less, Ray's object store goes to disk, and NCCL and data workers may not start
 PINNED = ("verl", "torch", "vllm", "transformers", "ray", "tensordict")  # a wrong version of another is a warning
+# Families whose output layers peft refuses (peft/tuners/tuners_utils.py, _check_lora_target_modules_mamba).
+WITHOUT_LORA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 COMPILED = ("torch", "transformers", "vllm", "verl")  # the largest imports
 
 
@@ -285,24 +288,24 @@ def reward(s: Settings) -> Iterator[Finding]:
 def lengths(s: Settings, by: float) -> Iterator[Finding]:
     """How many prompts fit MAX_PROMPT_LENGTH with the model's tokenizer (verl drops the others), and how many
     demonstrations MAX_RESPONSE_LENGTH. Skipped after ``by`` (time.monotonic)."""
-    folder, manifest = _folder(s.MODEL), s.made()
-    if not s.train_file.is_file() or not (manifest or s.TRAIN_FILE) or folder is None:
+    folder, manifest = _folder(base_model(s.MODEL)), s.made()
+    if folder is None:
         return
-    files = {"prompts": s.train_file}
-    if not s.TRAIN_FILE and manifest.get("tokenizer") == s.MODEL:
+    files = {"prompts": s.train_file} if s.train_file.is_file() and (manifest or s.TRAIN_FILE) else {}
+    if files and not s.TRAIN_FILE and manifest.get("tokenizer") == s.MODEL:
         yield ok("prompts", "measured with MODEL's tokenizer when the data was made")
         del files["prompts"]
-    if "sft" in manifest.get("rows", ()):
+    if s.train_file.is_file() and "sft" in manifest.get("rows", ()):
         files["demonstrations"] = s.data_dir / "sft.parquet"
-    if not files:
-        return
     if time.monotonic() > by:
-        yield ok(" and ".join(files), "not measured: the other checks took too long")
+        yield ok(" and ".join(files) or "tokenizer", "not measured: the other checks took too long")
         return
-    from transformers import AutoTokenizer
-
+    try:  # also before there are rows: a training would fail minutes later
+        tokenizer = load_tokenizer(str(folder), weights=False, download=False)
+    except DataError as problem:
+        yield error("tokenizer", str(problem), "take an instruct model whose tokenizer needs no code of its own")
+        return
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         found = {what: measured(tokenizer, file) for what, file in files.items()}
     except (DataError, OSError, pa.ArrowException):
         return  # ``data`` reports it
@@ -407,6 +410,27 @@ def model(s: Settings) -> Iterator[Finding]:
             resolve_model(s.MODEL)
     except SettingsError as problem:
         yield error("model", str(problem), "set MODEL")
+        return
+    yield from untrainable(s)
+
+
+def untrainable(s: Settings) -> Iterator[Finding]:
+    """Weights that no training updates, a family that transformers has no class of, and one that takes no adapter."""
+    with suppress(ValueError):  # neither a folder nor a hub id
+        config = read_json(memory.config_file(base_model(s.MODEL)) or Path())
+        kind = one_line(str(config.get("model_type", "llama")), 60)
+        if config.get("quantization_config"):
+            text = f"MODEL={s.MODEL}: its weights are quantized"
+            yield error("model", text, "take the model that they were made from")
+        if s.LORA_RANK and kind in WITHOUT_LORA:
+            text = f"LORA_RANK={s.LORA_RANK}: peft puts no adapter on every layer of model_type={kind}"
+            yield error("model", text, "set LORA_RANK=0, or take another MODEL")
+        if kind not in memory.PLAIN:
+            from transformers import CONFIG_MAPPING
+
+            if kind not in CONFIG_MAPPING:
+                text = f"transformers has no model_type={kind}, and code that comes with a model is never run"
+                yield error("model", f"MODEL={s.MODEL}: {text}", "take another MODEL")
 
 
 def _folder(model: str) -> Path | None:

@@ -76,14 +76,17 @@ def before(s: Settings, composed: Settings, arguments: list[str], target: Target
     real = replace(s, WANDB=0, LOGGER="")  # what is installed here says nothing of them
     machine = {"found": hardware.Nvidia("", "", there), "ram": (math.inf, 0), "composed": composed}
     found += memory_checks.batches_and_memory(real, arguments, "train", **machine)
-    return [*found, *doctor.numbers(s), disk(s, arguments, command)]
+    return [*found, *doctor.untrainable(s), *doctor.numbers(s), disk(s, arguments, command)]
 
 
 def tokens(s: Settings, tokenizer) -> Iterator[Finding]:
-    """Does the token that ends a turn in the chat template also end a response? And do all tokens have a row?"""
-    size, vocabulary = len(tokenizer), read_json(Path(s.MODEL) / "config.json").get("vocab_size", 0)
-    if size > vocabulary:
-        text = f"{size} tokens, and vocab_size={vocabulary} in config.json"
+    """Does the token that ends a turn in the chat template also end a response? And do all tokens have a row? An added
+    one that ends no turn needs none: Gemma 3 1B's for images."""
+    config = read_json(Path(s.MODEL) / "config.json")
+    vocabulary = (config.get("text_config") or config).get("vocab_size", math.inf)  # inf: the family's own
+    reached = max([tokenizer.vocab_size - 1, *end_of_turn_ids(tokenizer)])
+    if reached >= vocabulary:
+        text = f"token {reached} is used, and vocab_size={vocabulary} in config.json"
         yield error("vocabulary", text, "take the tokenizer that belongs to the model")
     end, stopping = end_of_turn(tokenizer), {*stop_ids(s.MODEL), tokenizer.eos_token_id} - {None}
     if stopping.intersection(end_of_turn_ids(tokenizer)[-1:]):
