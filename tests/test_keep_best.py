@@ -134,7 +134,7 @@ def test_patience_ends_the_run_and_more_of_it_continues(fit):
     run_dir = fit(dev.get, TEST_FREQ="1", KEEP="1", PATIENCE="2")
     assert ([*Run.read(run_dir).steps], sorted(read_metrics(run_dir))) == ([2, 4], [1, 2, 3, 4])
     assert [Run.read(run_dir).ended_early(patience) for patience in (0, 2, 3)] == [False, True, False]
-    assert validation.words(read_metrics(run_dir)) == "dev 0.500, best 0.600 (step 2)"
+    assert validation.words(Run.read(run_dir).scores) == "dev 0.500, best 0.600 (step 2)"
     fit(dev.get, start=4, TEST_FREQ="1", KEEP="1", PATIENCE="3")  # history counts: 3, 4 and then a gain
     assert ([*Run.read(run_dir).steps], Run.read(run_dir).ended_early(3)) == ([5, 8], True)
 
@@ -221,10 +221,11 @@ def test_a_crash_while_one_is_removed_leaves_no_half_checkpoint(tmp_path, monkey
 
 def test_the_best_is_by_accuracy_then_by_reward_then_the_first():
     metrics = {1: row(0.2, 0.9), 2: row(0.3, 0.1), 3: row(0.3, 0.2), 4: row(0.3, 0.2), 5: {"critic/score/mean": 9.0}}
-    assert validation.best(metrics) == 3
-    assert [validation.ends_early(metrics, patience) for patience in (0, 1, 2)] == [False, True, False]
-    assert validation.ranked([5, 4, 3, 2, 1], metrics) == [3, 4, 2, 1, 5]
-    assert validation.words(metrics) == "dev 0.300, best 0.300 (step 3)"
+    scores = validation.scores(metrics)
+    assert validation.best(scores) == 3
+    assert [validation.ends_early(scores, patience) for patience in (0, 1, 2)] == [False, True, False]
+    assert validation.ranked([5, 4, 3, 2, 1], scores) == [3, 4, 2, 1, 5]
+    assert validation.words(scores) == "dev 0.300, best 0.300 (step 3)"
 
 
 def test_the_dev_score_is_verls_mean_whatever_else_it_logs():

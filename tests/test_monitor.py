@@ -163,7 +163,7 @@ def test_the_dashboard_goes_on_beside_a_hostile_run(settings, store, capsys):  #
 
 
 def test_a_resumed_run_is_one_curve_with_what_was_trained_last(run_dir, store):
-    write_lines(run_dir / "metrics/000.jsonl", [{"step": 2, "data": METRICS[2] | {"nan": None}}], "a")
+    write_lines(run_dir / "metrics/000.jsonl", [{"step": 3, "data": METRICS[3] | {"nan": None}}], "a")
     follower = monitor.Follower(store)
     follower.update()
     write_lines(run_dir / "metrics/000.jsonl", [{"step": 4, "data": {"x": 1.0}}], "a")

@@ -23,6 +23,7 @@ from tests.helpers import PYTHON, ROOT, until
 from tests.test_keep_best import row, write_whole
 from tests.test_settings import VALUES
 from verl_tasks import alive, leftovers, process
+from verl_tasks.files import LONGEST_LINE, NewLines
 from verl_tasks.launch import main, train
 from verl_tasks.launch.plan import rl_plan
 from verl_tasks.leftovers import LAUNCH
@@ -297,7 +298,7 @@ def line(step: int, **data) -> str:
 
 
 def shown(plan) -> Progress:
-    return train._progress(plan, plan.metrics.stat().st_size)
+    return train.Bar(plan).progress()
 
 
 def test_the_bar_shows_a_step_that_logged_a_validation_alone(settings, tmp_path):
@@ -309,6 +310,41 @@ def test_the_bar_shows_a_step_that_logged_a_validation_alone(settings, tmp_path)
     assert shown(plan) == Progress(2, " reward 0.250, dev 0.500")
     main.closing(settings, [Run.read(tmp_path / "run")])  # adds the times of steps that have none
     assert not health.findings(read_metrics(tmp_path / "run"), settings)
+
+
+def test_each_line_of_the_metrics_is_read_once_by_launcher_and_trainer(settings, tmp_path, monkeypatch):
+    """A training of thousands of steps had read all of them again at each step."""
+    run_dir = tmp_path / "run"
+    plan = rl_plan(settings, Run.read(run_dir), "some/model")
+    file = logged(run_dir, *(json.dumps({"step": step, "data": row(step / 1000)}) for step in range(1, 501)))
+    write_whole(run_dir, [500])
+    bar, read, loads = train.Bar(plan), [], json.loads
+    assert bar.progress().note.startswith(" reward 9.000, dev 0.500") and not ends_run(run_dir, 501, row(0.9), 1)
+    monkeypatch.setattr(json, "loads", lambda text, **how: read.append(text) or loads(text, **how))
+    with file.open("a") as stream:
+        stream.write((new := json.dumps({"step": 501, "data": row(0.4)}) + "\n") + '{"step": 502, "da')
+    assert "dev 0.400, best 0.500 (step 500)" in bar.progress().note and bar.progress().done == 501
+    prune(run_dir, 1)
+    assert ends_run(run_dir, 502, row(0.3), 2)
+    assert [text for text in read if '"data"' in text] == [new, new]  # the launcher's and the trainer's
+
+
+def test_lines_that_are_half_written_too_long_or_begun_anew_are_read_as_they_come(tmp_path):
+    file = tmp_path / "000.jsonl"
+    new = NewLines(file)
+    assert [*new.read()] == []
+    file.write_text("one\ntwo\nthr")
+    assert [*new.read()] == [(1, "one\n"), (2, "two\n")] and [*new.read()] == []
+    file.write_text("one\ntwo\nthree\n")
+    assert [*new.read()] == [(3, "three\n")]
+    file.write_text("one\n")  # cut
+    assert [*new.read()] == [(1, "one\n")]
+    file.write_text("ONE\nTWO\n")
+    assert [*new.read()] == [(1, "ONE\n"), (2, "TWO\n")]
+    file.write_text("x" * (2 * LONGEST_LINE + 1) + "\nend\n")
+    assert [len(text) for _, text in new.read()] == [LONGEST_LINE, LONGEST_LINE, 2, 4]
+    file.unlink()
+    assert [*new.read()] == []
 
 
 def test_the_time_of_a_resumed_training_is_no_part_of_this_commands(settings, tmp_path, monkeypatch, capsys):

@@ -14,6 +14,8 @@ from pathlib import Path
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)  # of an OSError: the disk is full, or the user's share of it
 
+LONGEST_LINE = 2**20  # bytes
+
 
 def _remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
@@ -126,6 +128,24 @@ def regular(path: Path) -> Path:
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "is not a regular file", str(path))
     return path
+
+
+class NewLines:
+    """The lines of a file that another process writes, each read once."""
+
+    def __init__(self, file: Path):
+        self.file, self.place, self.count, self.last = file, 0, 0, b""  # what was read: bytes, lines, the last line
+
+    def read(self) -> Iterator[tuple[int, str]]:
+        """Number and text of each line since the last call. An unfinished last line does not count; one of more than
+        LONGEST_LINE comes in pieces. Where the file is not what was read, as it was cut or begun anew, all are new."""
+        with suppress(FileNotFoundError), regular(self.file).open("rb") as file:
+            file.seek(self.place - len(self.last))
+            if file.read(len(self.last)) != self.last:
+                self.place, self.count, self.last = file.seek(0), 0, b""
+            while (line := file.readline(LONGEST_LINE)).endswith(b"\n") or len(line) == LONGEST_LINE:
+                yield self.count + 1, line.decode(errors="replace")
+                self.place, self.count, self.last = self.place + len(line), self.count + 1, line
 
 
 def read_json(path: Path) -> dict:

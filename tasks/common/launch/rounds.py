@@ -61,7 +61,7 @@ def train_rounds(s: Settings, arguments: list[str], seconds: float = 0) -> str:
             run = train.train_on_pairs(s, arguments, number, start, run)
         elif not done:
             run = train.train(s, arguments, number, start, run, seconds / s.SELF_PLAY_ROUNDS)
-        dev, steps = validation.words(run.metrics), train.said_steps(run, run.wanted(s), s)
+        dev, steps = validation.words(run.scores), train.said_steps(run, run.wanted(s), s)
         said = f"{'up to date: ' if done else ''}{steps} in {run.folder}{f'; {dev}' if dev else ''}"
         start = str(export(run))
     return said

@@ -1,7 +1,6 @@
 """One training carried out: the SFT warm-up with verl, a round of RL with verl, or one of DPO with TRL."""
 
 import contextlib
-import functools
 import json
 import math
 import os
@@ -17,7 +16,7 @@ import pyarrow.parquet as pq
 from verl_tasks.data.pairs import pair_set
 from verl_tasks.data.pairs import steps as pair_steps
 from verl_tasks.data.prepare import load_tokenizer
-from verl_tasks.files import read_json
+from verl_tasks.files import NewLines, read_json
 from verl_tasks.launch.plan import Plan, pairs_plan, rl_plan, sft_plan
 from verl_tasks.launch.task import script
 from verl_tasks.machine import cluster
@@ -27,7 +26,7 @@ from verl_tasks.process import Progress, StageFailed, run
 from verl_tasks.rows import DataError
 from verl_tasks.runs import folder, health, launches, validation
 from verl_tasks.runs.checkpoint import ranks
-from verl_tasks.runs.run import Run, mend_tracker, metrics_in, prune
+from verl_tasks.runs.run import Run, mend_tracker, numbers, prune
 from verl_tasks.settings import Settings, SettingsError, method
 from verl_tasks.training import verl_config, verl_versions
 
@@ -211,7 +210,8 @@ def execute(plan: Plan, seconds: float = 0) -> Run:
 
     Raises StageFailed when the trainer fails, aborts, or ends without its last checkpoint.
     """
-    run_dir, s, gpus = plan.run.folder, plan.settings, GPUSampler(plan.run.folder / "gpu.jsonl")
+    run_dir, s, bar = plan.run.folder, plan.settings, Bar(plan)
+    gpus = GPUSampler(run_dir / "gpu.jsonl")
     if plan.run.last:
         print(f"  resuming from step {plan.run.last}")
     launches.begin(run_dir, s, plan.command, plan.config)
@@ -220,7 +220,7 @@ def execute(plan: Plan, seconds: float = 0) -> Run:
 
     def watch() -> Progress:
         gpus.sample()
-        return _progress(plan, plan.metrics.stat().st_size if plan.metrics.exists() else 0)
+        return bar.progress()
 
     outcome = run_dir / health.OUTCOME
     outcome.unlink(missing_ok=True)
@@ -255,24 +255,31 @@ def _goes_on(run_dir: Path) -> str:
     return f"the same command continues from the checkpoint of step {step}" if step else begins
 
 
-@functools.lru_cache(1)  # called twice a second
-def _progress(plan: Plan, size: int) -> Progress:
-    """The last logged step, its metric, the last and best validation and the newest finding; no note before the first.
+class Bar:
+    """What the screen shows of a training. It is asked twice a second, and looks at new steps alone."""
 
-    ``size``: bytes of the metrics file, which show whether there is news.
-    """
-    here = metrics_in(plan.metrics, strict=False) if size else {}
-    if not here:
-        return Progress(plan.run.last)
-    (name, key), last = plan.shown, max(here)
-    done = {step: row for step, row in sorted((plan.run.metrics | here).items()) if step <= last}
-    broken = health.findings(done, plan.settings)
-    newest = f"{broken[-1].rule.replace('_', ' ')} (step {broken[-1].step})" if broken else ""
-    more = "".join(f", {words}" for words in (validation.words(done), newest) if words)
-    measured = [row[key] for row in here.values() if key in row]  # a step may have logged a validation alone
-    value = f"{measured[-1]:.3f}" if measured else "-"
-    seconds = [row["timing_s/step"] for row in here.values() if "timing_s/step" in row]
-    return Progress(last, f" {name} {value}{more}", statistics.mean(seconds) if seconds else 0)
+    def __init__(self, plan: Plan):
+        before = plan.run.saved
+        self.plan, self.lines, self.health = plan, NewLines(plan.metrics), health.Health(plan.settings)
+        self.scores = validation.scores(before)
+        self.broken = [found for step, row in before.items() for found in self.health.findings(step, row)]
+        self.value, self.steps, self.seconds = "-", 0, 0.0
+        self.shown = Progress(plan.run.last)
+
+    def progress(self) -> Progress:
+        """The last logged step, its metric, the last and best validation and the newest finding; no note before the
+        first."""
+        (name, key), last = self.plan.shown, None
+        for last, row in numbers(self.lines, strict=False):
+            self.broken = self.health.findings(last, row) or self.broken
+            validation.add(self.scores, last, row)
+            self.value = f"{row[key]:.3f}" if key in row else self.value  # a step may have logged a validation alone
+            self.steps, self.seconds = self.steps + ("timing_s/step" in row), self.seconds + row.get("timing_s/step", 0)
+        if last is not None:
+            newest = f"{self.broken[-1].rule.replace('_', ' ')} (step {self.broken[-1].step})" if self.broken else ""
+            more = "".join(f", {words}" for words in (validation.words(self.scores), newest) if words)
+            self.shown = Progress(last, f" {name} {self.value}{more}", self.seconds / max(1, self.steps))
+        return self.shown
 
 
 def gpu_state(output: str) -> dict[str, float]:

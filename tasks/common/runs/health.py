@@ -57,30 +57,37 @@ class Finding:
         return f"{self.rule}: step {self.step}: {self.text}"
 
 
+class Health:
+    """The rules at each step of a training with ``s``, as its metrics come. It keeps the first and the last rows, at
+    which the rules look, each with its ``step``, the ``best`` mean reward of REWARD_STEPS steps before, and the
+    ``lowest`` and ``highest`` score so far (0 and 1 are possible ones)."""
+
+    def __init__(self, s: Settings):
+        self.s, self.rows = s, []
+
+    def findings(self, step: int, row: dict) -> list[Finding]:
+        """Findings at ``step``, the last one so far, with the metrics ``row``."""
+        rows = self.rows
+        while rows and rows[-1]["step"] >= step:  # trained again
+            rows.pop()
+        means = [each.get("critic/score/mean", -math.inf) for each in rows[-REWARD_STEPS:]]
+        last = rows[-1] if rows else {"best": -math.inf, "lowest": 0.0, "highest": 1.0}
+        now = {
+            "step": step,
+            "best": max(last["best"], mean(means)) if means else last["best"],
+            "lowest": min(last["lowest"], row.get("critic/score/min", 0.0)),
+            "highest": max(last["highest"], row.get("critic/score/max", 1.0)),
+        }
+        rows.append(row | now)
+        del rows[FIRST : -BEFORE - 1]
+        rules = {name: globals()[f"_{name}"](rows[-1], rows, self.s) for name in HEALTH_RULES}
+        return [Finding(name, step, text) for name, texts in rules.items() for text in texts]
+
+
 def findings(metrics: dict[int, dict], s: Settings) -> list[Finding]:
-    """Findings in ``metrics`` (``runs.read_metrics``: by step) of a training with ``s``, in order of the steps."""
-    rows = _in_order(metrics)
-    return [found for index in range(len(rows)) for found in _at_last(rows[: index + 1], s)]
-
-
-def _in_order(metrics: dict[int, dict]) -> list[dict]:
-    """The rows of ``metrics`` in order of the steps, each with its ``step``, the ``best`` mean reward of
-    REWARD_STEPS steps before, and the ``lowest`` and ``highest`` score so far (0 and 1 are possible ones)."""
-    rows, means, best, lowest, highest = [], [], -math.inf, 0.0, 1.0
-    for step in sorted(metrics):
-        row = metrics[step]
-        lowest = min(lowest, row.get("critic/score/min", 0.0))
-        highest = max(highest, row.get("critic/score/max", 1.0))
-        rows.append(row | {"step": step, "best": best, "lowest": lowest, "highest": highest})
-        means = [*means, row.get("critic/score/mean", -math.inf)][-REWARD_STEPS:]
-        best = max(best, mean(means))
-    return rows
-
-
-def _at_last(rows: list[dict], s: Settings) -> Iterator[Finding]:
-    """Findings at the last of ``rows``, given the others."""
-    for name in HEALTH_RULES:
-        yield from (Finding(name, rows[-1]["step"], text) for text in globals()[f"_{name}"](rows[-1], rows, s))
+    """Findings in ``metrics`` (``runs.read_metrics``: by step, in order) of a training with ``s``."""
+    health = Health(s)
+    return [found for step, row in metrics.items() for found in health.findings(step, row)]
 
 
 class AbortedError(RuntimeError):
@@ -113,11 +120,9 @@ def no_signal(scores: list[dict], groups: list, cut: list[bool], s: Settings) ->
     return f"after the warm-up {what} ({said or 'all right'}): RL has {lesson} to learn from; {first}, or {way}"
 
 
-def aborted_by(metrics: dict[int, dict], s: Settings) -> Finding | None:
-    """The finding that ends a training: of a rule in ABORT_ON, at the last step of ``metrics``."""
-    chosen = s.ABORT_ON.split(",")
-    found = _at_last(_in_order(metrics), s) if metrics else ()
-    return next((each for each in found if each.rule in chosen), None)
+def aborted_by(found: list[Finding], s: Settings) -> Finding | None:
+    """Which of the findings at a step ends the training: the first of a rule in ABORT_ON."""
+    return next((each for each in found if each.rule in s.ABORT_ON.split(",")), None)
 
 
 def abort(run_dir: Path, reason: str, outcome: str = "aborted") -> NoReturn:

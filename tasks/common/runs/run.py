@@ -1,15 +1,17 @@
 """A run on disk, read once: its record, its metrics and its whole checkpoints, of which the best stay. DPO writes them
 as verl does."""
 
+import functools
 import json
 import math
 import operator
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from verl_tasks.files import read_json, regular, write_text
+from verl_tasks.files import NewLines, read_json, regular, write_text
 from verl_tasks.models.merge import base_model, loadable
 from verl_tasks.runs import validation
 from verl_tasks.runs.checkpoint import whole
@@ -60,6 +62,11 @@ class Run:
         return self.record.get("base") or base_model(self.record.get("start", ""))
 
     @property
+    def scores(self) -> dict[int, validation.Score]:
+        """The dev score of each validated step."""
+        return validation.scores(self.metrics)
+
+    @property
     def saved(self) -> dict[int, dict[str, float]]:
         """The metrics up to the last checkpoint; later ones are of a launch that was lost."""
         return {step: row for step, row in self.metrics.items() if step <= self.last}
@@ -72,8 +79,8 @@ class Run:
         """
         if not self.steps:
             raise SettingsError(f"STEP={chosen}: {self.folder} has no checkpoint yet")
-        if chosen in ("", "best") and validation.scores(self.metrics).keys() & {*self.steps}:
-            return validation.ranked(list(self.steps), self.metrics)[0]
+        if chosen in ("", "best") and self.scores.keys() & {*self.steps}:
+            return validation.ranked(list(self.steps), self.scores)[0]
         if chosen == "best":
             name = "critic/score/mean"
             rewards = {step: self.metrics[step][name] for step in self.steps if name in self.metrics.get(step, {})}
@@ -94,7 +101,7 @@ class Run:
 
     def ended_early(self, patience: int) -> bool:
         """Whether it ended at its last checkpoint because ``patience`` validations brought no gain (0: never)."""
-        return validation.ends_early(self.saved, patience, critic_steps(self.settings))
+        return validation.ends_early(validation.scores(self.saved), patience, critic_steps(self.settings))
 
     def warmed(self, s: Settings) -> bool:
         """Whether the warm-up with ``s`` is complete: SFT_STEPS, or a whole demonstration's loss is below SFT_LOSS at
@@ -131,12 +138,12 @@ def prune(run_dir: Path, keep: int) -> None:
     Also removes a crash's leftovers: folders after the last whole checkpoint, half-removed ones. It renames a folder
     before it removes its files, so every folder with a checkpoint's name is whole.
     """
-    run, folder = Run.read(run_dir), run_dir / "checkpoints"
-    if not run.steps:
+    steps, folder = _whole_steps(run_dir), run_dir / "checkpoints"
+    if not steps:
         return
     _remove(folder)
-    *others, last = run.steps
-    kept = {last, *validation.ranked(others, run.metrics)[:keep]}
+    *others, last = steps
+    kept = {last, *validation.ranked(others, _scores(run_dir))[:keep]}
     for path in folder.glob("global_step_*"):
         step = path.name.removeprefix("global_step_")
         if step.isdigit() and int(step) not in kept:
@@ -152,10 +159,23 @@ def _remove(folder: Path) -> None:
 def ends_run(run_dir: Path, step: int, validated: dict, patience: int) -> bool:
     """Whether PATIENCE ends the run with the validation of ``step``, whose metrics ``validated`` no file has yet."""
     # Later steps on disk belong to a lost launch, and are trained again.
-    run = Run.read(run_dir)
-    done = {number: row for number, row in run.metrics.items() if number < step} | {step: validated}
+    done = {number: score for number, score in _scores(run_dir).items() if number < step}
+    validation.add(done, step, validated)
     print(f"step {step}: {validation.words(done)}", flush=True)
-    return validation.ends_early(done, patience, critic_steps(run.settings))
+    return validation.ends_early(done, patience, critic_steps(recorded(run_dir).get("settings", {})))
+
+
+def _scores(run_dir: Path) -> dict[int, validation.Score]:
+    """The dev scores so far, of metrics of which this process, which asks again and again, reads each line once."""
+    metrics, scores = _followed(run_dir)
+    for step, row in metrics.new():
+        validation.add(scores, step, row)
+    return scores
+
+
+@functools.cache
+def _followed(run_dir: Path) -> tuple["Metrics", dict[int, validation.Score]]:
+    return Metrics(run_dir, strict=False), {}
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------
@@ -203,39 +223,48 @@ def record_problem(made: dict) -> str:
 
 
 def read_metrics(run_dir: Path, strict: bool = True) -> dict[int, dict[str, float]]:
-    """The numbers among verl's metrics by step, in order, over all launches of a run.
-
-    verl's file logger truncates its file when it starts (verl/utils/tracking.py:541), so each launch has its own,
-    metrics/000.jsonl and on. A launch that resumed has its first step on: of the ones before, the later steps are
-    lost. ``strict`` and errors as ``metrics_in``.
-    """
+    """The numbers among verl's metrics by step, in order, over all launches of a run, without the steps of a launch
+    that a later one trained again. ``strict`` and errors as ``Metrics``."""
     metrics: dict[int, dict[str, float]] = {}
-    for file in sorted(run_dir.glob("metrics/*.jsonl")):
-        found = metrics_in(file, strict)
-        first = min(found, default=math.inf)
-        metrics = {step: row for step, row in metrics.items() if step < first} | found
-    return dict(sorted(metrics.items()))
+    for step, row in Metrics(run_dir, strict).new():
+        validation.forget(metrics, step)
+        metrics[step] = row
+    return metrics
 
 
-def metrics_in(file: Path, strict: bool = True) -> dict[int, dict[str, float]]:
-    """The numbers among the metrics of one launch by step; an unfinished last line does not count.
+class Metrics:
+    """The metrics of a run as they come. verl's file logger truncates its file when it starts
+    (verl/utils/tracking.py:541), so each launch has its own, metrics/000.jsonl and on.
 
-    Raises SettingsError at a line that is not JSON, as a power failure leaves them, or that has no metrics. Not
-    ``strict``: skips such a line, for code inside a training, which a damaged line must not end.
+    A step at or before the one that came last is trained again: what came of it and of later ones is lost. Raises
+    SettingsError at a line that is not JSON, as a power failure leaves them, or that has no metrics. Not ``strict``:
+    skips such a line, for code inside a training, which a damaged line must not end.
     """
-    metrics: dict[int, dict] = {}
-    for number, line in enumerate(regular(file).read_text(errors="replace").split("\n")[:-1], start=1):
+
+    def __init__(self, run_dir: Path, strict: bool = True):
+        self.run_dir, self.strict, self.files = run_dir, strict, {}
+
+    def new(self) -> Iterator[tuple[int, dict[str, float]]]:
+        """Step and numbers of each line since the last call."""
+        for file in sorted(self.run_dir.glob("metrics/*.jsonl")):
+            yield from numbers(self.files.setdefault(file, NewLines(file)), self.strict)
+
+
+def numbers(lines: NewLines, strict: bool = True) -> Iterator[tuple[int, dict[str, float]]]:
+    """Step and numbers of each new one of ``lines``, the metrics of one launch; as ``Metrics``."""
+    for number, line in lines.read():
         try:
             record = json.loads(line)
             data = {name: math.nan if value is None else value for name, value in record["data"].items()}
             step = operator.index(record["step"])
-            metrics[step] = {name: float(v) for name, v in data.items() if isinstance(v, int | float)}
+            row = {name: float(v) for name, v in data.items() if isinstance(v, int | float)}
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             if strict:
                 has_none = f"has no metrics ({type(error).__name__}: {error})"
                 what = "is not JSON" if isinstance(error, ValueError | RecursionError) else has_none
-                raise SettingsError(f"{file}: line {number} {what}; remove that line") from error
-    return metrics
+                raise SettingsError(f"{lines.file}: line {number} {what}; remove that line") from error
+        else:
+            yield step, row
 
 
 def tracker(folder: Path) -> Path:

@@ -34,8 +34,8 @@ from verl_tasks.machine.memory import GIB
 from verl_tasks.rewards.answers import RewardError
 from verl_tasks.rewards.episode import turn_texts
 from verl_tasks.runs.checkpoint import FirstSave
-from verl_tasks.runs.health import NO_SIGNAL, WITHOUT, abort, aborted_by, no_signal
-from verl_tasks.runs.run import ends_run, prune, read_metrics
+from verl_tasks.runs.health import NO_SIGNAL, WITHOUT, Health, abort, aborted_by, no_signal
+from verl_tasks.runs.run import Metrics, ends_run, prune
 from verl_tasks.settings import load_settings
 from verl_tasks.text import one_line
 from verl_tasks.verl_plugins import answers, on_policy, one_update, zero_advantage
@@ -150,6 +150,10 @@ class CheckedTrainer(PPOTrainer):
             limits["perf/gpu_memory_limit_gb"] = min(totals) / GIB
         return limits
 
+    @functools.cached_property
+    def _watched(self) -> tuple[Metrics, Health]:
+        return Metrics(self.run_dir, strict=False), Health(load_settings())
+
     # verl/trainer/ppo/v1/trainer_base.py compares the mode with the literal "sync".
     @property
     def trainer_mode(self) -> str:
@@ -177,10 +181,11 @@ class CheckedTrainer(PPOTrainer):
         verl skips an optimizer step with a gradient that is not finite (fsdp/transformer_impl.py, optimizer_step), so
         the saved weights are those before it.
         """
-        metrics = read_metrics(self.run_dir, strict=False)
-        done = {step: row for step, row in metrics.items() if step < self.global_steps}
-        found = aborted_by(done, load_settings()) if self._complete[0] else None  # after a resume: not at once again
-        if found:
+        (metrics, health), broken = self._watched, []
+        for step, row in metrics.new():
+            broken = health.findings(step, row)
+        found = aborted_by(broken, health.s)
+        if found and self._complete[0]:  # after a resume: not at once again
             self._save_complete_step()
             abort(self.run_dir, f"ABORT_ON={found}")
 
