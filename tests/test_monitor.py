@@ -176,6 +176,21 @@ def test_a_resumed_run_is_one_curve_with_what_was_trained_last(run_dir, store):
     assert store.get_runs("countdown") == ["mine"]
 
 
+def test_a_look_reads_what_is_new_alone(run_dir, store, monkeypatch):
+    """A dashboard of a run of 20,000 steps had worked 7 seconds every 3."""
+    follower, read, loads = monitor.Follower(store), [], json.loads
+    follower.update()
+    gpu = {"time": 1.7e9, "gpu/0/memory_gib": 60.5}
+    write_lines(run_dir / "gpu.jsonl", [gpu])
+    write_lines(run_dir / "metrics/000.jsonl", [{"step": 4, "data": {"x": 1.0}}], "a")
+    monkeypatch.setattr(json, "loads", lambda text, **how: read.append(text) or loads(text, **how))
+    assert follower.update() == 1
+    lines = [loads(text) for text in read if '"x"' in text or "gpu/0" in text]
+    assert lines == [{"step": 4, "data": {"x": 1.0}}, gpu] and not any("critic/score" in text for text in read)
+    write_lines(run_dir / "validation/4.jsonl", [rollout(4, 0.3)])  # verl's thread had not written it
+    assert follower.update() == 1 and len(samples(store, 4)) == 1 and follower.update() == 0
+
+
 def test_runs_of_several_tasks_are_projects_and_an_unreadable_one_hides_no_other(
     run_dir,
     settings,  # noqa: F811

@@ -8,6 +8,8 @@ a100 stack), tensorboard shows what verl logged for it (LOGGER=tensorboard).
 import contextlib
 import importlib.util
 import io
+import json
+import math
 import os
 import sys
 import tempfile
@@ -16,16 +18,20 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 from verl_tasks.evaluation.summary import Difference
 from verl_tasks.evaluation.tables import outcome
+from verl_tasks.files import NewLines
 from verl_tasks.leftovers import interrupt_on_sigterm
 from verl_tasks.machine import hardware
 from verl_tasks.process import errors_in_one_line
-from verl_tasks.reports.overview import evaluations, health_of, settings_of
-from verl_tasks.reports.samples import Sample, of_evaluation, of_step, rows
+from verl_tasks.reports.overview import evaluations, settings_of
+from verl_tasks.reports.samples import Sample, of_evaluation, of_step
+from verl_tasks.runs import validation
 from verl_tasks.runs.folder import all_runs, readable
-from verl_tasks.runs.run import read_metrics
+from verl_tasks.runs.health import Health
+from verl_tasks.runs.run import Metrics, recorded
 from verl_tasks.runs.secrets import masked_values
 from verl_tasks.settings import Command, SettingsError, artifacts, load_settings
 from verl_tasks.text import printable, without_middle
@@ -39,18 +45,54 @@ LEVELS = {"nan": "error", "collapse": "error", EVALUATION: "info"}
 FINDING, GPU = "finding", "gpu"  # parts of a run; the others are metrics
 
 
-def look(run_dir: Path, shown: dict) -> dict[tuple, dict]:
-    """All that a run has to show, each thing under its part, its step or time, and what else tells it from others.
+class Shown:
+    """What the dashboard has of a run: how far each file is read, and the evaluations."""
 
-    Samples that are ``shown`` already are not read again.
-    """
-    metrics = read_metrics(run_dir)
-    now = {("step", step): row for step, row in metrics.items()}
-    for folder in ("rollouts", "validation"):
-        for step in metrics:  # verl writes the samples of a step before its metrics
-            file, key = run_dir / f"{folder}/{step}.jsonl", (folder, step)
-            if file.is_file():
-                now[key] = shown.get(key) or _traces(folder, of_step(file), step)
+    def __init__(self, run_dir: Path):
+        self.run_dir, self.metrics, self.gpus = run_dir, Metrics(run_dir), NewLines(run_dir / "gpu.jsonl")
+        self.health, self.fired = Health(SimpleNamespace(**recorded(run_dir)["settings"])), set()
+        self.rows, self.step, self.unseen = {}, -math.inf, []  # new metrics, the last step, its samples to come
+        self.state, self.evaluated = [], {}
+        # New: each thing under its part, its step or time, and what else tells it from others.
+        self.new: dict[tuple, dict] = {}
+
+    def look(self) -> bool:
+        """Read what is new; whether something that is shown has changed."""
+        again = False
+        for step, row in self.metrics.new():
+            validation.forget(self.rows, step)
+            self.rows[step], again = row, again or step <= self.step  # trained again
+        for _, line in self.gpus.read():
+            with contextlib.suppress(ValueError):
+                row = json.loads(line)
+                self.new[GPU, datetime.fromtimestamp(row.pop("time"), UTC).isoformat()] = row
+        if self.state != (state := changed(self.run_dir)):
+            now = _evaluations(self.run_dir, self.evaluated)
+            again |= any(str(now.get(key)) != str(value) for key, value in self.evaluated.items())
+            self.new |= {key: value for key, value in now.items() if key not in self.evaluated}
+            self.state, self.evaluated = state, now
+        for step, row in self.rows.items():
+            self._samples()
+            self.new["step", step], self.step, self.unseen = row, step, ["rollouts", "validation"]
+            found = {each.rule: each for each in self.health.findings(step, row)}
+            for rule in found.keys() - self.fired:  # a rule that keeps firing is told of once
+                self.new[FINDING, step, rule] = {"text": found[rule].text}
+            self.fired = found.keys()
+        self._samples()
+        self.rows = {}
+        return again
+
+    def _samples(self) -> None:
+        """Those of the last step, which verl may write after its metrics."""
+        for folder in [*self.unseen]:
+            if (file := self.run_dir / f"{folder}/{self.step}.jsonl").is_file():
+                self.new[folder, self.step] = _traces(folder, of_step(file), self.step)
+                self.unseen.remove(folder)
+
+
+def _evaluations(run_dir: Path, shown: dict) -> dict[tuple, dict]:
+    """What a run's evaluations have to show. Samples that are ``shown`` already are not read again."""
+    now: dict[tuple, dict] = {}
     for step, file, summary in evaluations(run_dir):
         values = {name: each["value"] for name, each in summary["metrics"].items()}
         now["evaluation", step] = {f"eval/{name}": value for name, value in values.items()}
@@ -63,13 +105,6 @@ def look(run_dir: Path, shown: dict) -> dict[tuple, dict]:
         if (rollouts := file.with_name("rollouts.jsonl")).is_file():
             key = ("eval", step, file.parent.name, rollouts.stat().st_mtime_ns)
             now[key] = shown.get(key) or _traces("eval", of_evaluation(rollouts), step)
-    found = health_of(run_dir, metrics)
-    fired = {(each.rule, each.step) for each in found}
-    for each in found:
-        if (each.rule, each.step - 1) not in fired:  # a rule that keeps firing is told of once
-            now[FINDING, each.step, each.rule] = {"text": each.text}
-    for row in rows(run_dir / "gpu.jsonl"):
-        now[GPU, datetime.fromtimestamp(row.pop("time"), UTC).isoformat()] = row
     return now
 
 
@@ -91,38 +126,38 @@ def _traces(part: str, samples: Iterator[Sample], step: int) -> dict[str, list]:
 
 
 def changed(run_dir: Path) -> list[tuple]:
-    """Something that differs when ``look`` would."""
-    files = [file for folder in ("metrics", "validation") for file in run_dir.glob(f"{folder}/*.jsonl")]
-    files += [*run_dir.glob("gpu.jsonl"), *(artifacts() / "eval" / run_dir.parent.name).glob("*/summary.json")]
-    return [(file, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(files)]
+    """Something that differs when ``_evaluations`` would."""
+    files = sorted((artifacts() / "eval" / run_dir.parent.name).glob("*/summary.json"))
+    return [(file, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
 class Follower:
     """Brings to trackio's ``store`` what the runs have that it does not show yet: a project for each task."""
 
     def __init__(self, store):
-        self.store, self.shown, self.states = store, {}, {}
+        self.store, self.shown, self.said = store, {}, {}
 
     def update(self) -> int:
         """One look at all runs. Returns how many had something new."""
         count = 0
         for run_dir in all_runs():
-            task, run, shown = run_dir.parent.name, run_dir.name, self.shown.get(run_dir, {})
+            task, run = run_dir.parent.name, run_dir.name
             try:
                 with readable(run_dir):
-                    if self.states.get(run_dir) == (state := changed(run_dir)):
-                        continue
-                    self.states[run_dir] = state
-                    now, config = look(run_dir, shown), masked_values(settings_of(run_dir))
-                    if any(str(now.get(key)) != str(value) for key, value in shown.items()):  # steps trained again
+                    shown = self.shown.get(run_dir) or self.shown.setdefault(run_dir, Shown(run_dir))
+                    if shown.look():
                         self.store.delete_run(task, run)
-                        shown, now = {}, look(run_dir, {})
-                    self._add(task, run, {key: value for key, value in now.items() if key not in shown}, config)
+                        shown = self.shown[run_dir] = Shown(run_dir)
+                        shown.look()
+                    if shown.new:
+                        self._add(task, run, shown.new, masked_values(settings_of(run_dir)))
             except SettingsError as error:  # the others are shown
-                print(f"warning: {error}", file=sys.stderr, flush=True)
+                if self.said.get(run_dir) != str(error):
+                    print(f"warning: {error}", file=sys.stderr, flush=True)
+                self.said[run_dir] = str(error)
                 continue
-            count += len(now) > len(shown)
-            self.shown[run_dir] = now
+            count += bool(shown.new)
+            shown.new = {}
         return count
 
     def _add(self, task: str, run: str, new: dict[tuple, dict], config: dict) -> None:

@@ -24,7 +24,7 @@ from verl_tasks.reports.samples import Sample, of_evaluation, of_step
 from verl_tasks.runs import launches
 from verl_tasks.runs.folder import all_runs, lineage, named, readable
 from verl_tasks.runs.health import newest_by_rule
-from verl_tasks.runs.run import Run, read_metrics, recorded
+from verl_tasks.runs.run import Metrics, Run, read_metrics, recorded
 from verl_tasks.runs.secrets import masked, masked_values
 from verl_tasks.settings import ROOT, SettingsError, artifacts, load_settings
 from verl_tasks.text import one_line, printable, without_middle
@@ -103,7 +103,7 @@ def chosen(task: str, name: str) -> Path:
     if not runs:
         raise SettingsError(f"no RL or DPO run in {artifacts() / 'runs' / task} yet: run `make train TASK={task}`")
     newest = sorted(runs, key=started, reverse=True)
-    return next((run for run in newest if read_metrics(run, strict=False)), newest[0])
+    return next((run for run in newest if any(Metrics(run, strict=False).new())), newest[0])
 
 
 def began_with(run_dir: Path) -> dict[str, str]:
