@@ -139,7 +139,6 @@ def test_own_metrics_that_raise_are_named_and_what_was_sampled_is_kept(workplace
     assert len(workplace.only("eval/countdown/m-*/rollouts.jsonl").read_text().splitlines()) == 2 * PROMPTS
 
 
-@pytest.mark.fresh
 def test_keys_of_the_reward_that_are_named_like_a_metric_do_not_replace_it(workplace):
     result = workplace.run("eval", f"m={workplace.model('m', table([1] * 6, 1, [True] * 6))}", N="1", ODD_KEYS="1")
     assert result.returncode == 0, result.stdout

@@ -124,19 +124,6 @@ def test_a_reward_that_exits_is_an_error_too():
             reward_function(lambda *given, leave=leave, **more: leave(3))("source", "response", "x")
 
 
-def test_a_response_with_other_keys_than_the_one_before_is_refused():
-    @reward_function
-    def score(source, response, truth, extra=None, variant=None):
-        return {"score": 1, "acc": 1} | ({response: 1} if response else {})
-
-    score("source", "format", "x")
-    score("source", "parts", "x", variant="strict")
-    with pytest.raises(RewardError, match="the keys are acc, score, before acc, format, score; return"):
-        score("source", "", "x")
-    with pytest.raises(RewardError, match="the keys are acc, parts, score, before acc, format, score; return the same"):
-        score("source", "parts", "x")
-
-
 def test_long_ground_truth_is_cut_in_the_message():
     with pytest.raises(RewardError) as error:
         scorer(None)("source", "response", "x" * 100_000)

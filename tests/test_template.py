@@ -374,7 +374,7 @@ def test_every_combination_makes_data_whose_demonstrations_are_right(name, rende
         changes["SOURCE"] = str(local_copy_of_hub(home, tmp_path / "hub"))
     monkeypatch.setenv("ARTIFACTS", str(tmp_path / "artifacts"))
     monkeypatch.setattr(judge, "score", judged)
-    monkeypatch.setattr(prepare, "load_tokenizer", lambda model: tokenizer)  # the same one 25 times
+    monkeypatch.setattr(prepare, "load_tokenizer", lambda model, **_: tokenizer)  # the same one 25 times
     if "turns" in NAMES[name]:  # a task is multi-turn by its files
         monkeypatch.setattr("verl_tasks.settings.ROOT", home.parents[1])
         for part in ("agent", "environment"):
