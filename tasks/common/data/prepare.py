@@ -277,7 +277,10 @@ def _gold_checked(settings: Settings, sides: dict[str, list], tokenizer) -> tupl
 def _finite(s: Settings, examples: Iterable[Example | None], tokenizer) -> tuple[dict[str, list[Example]], dict]:
     """Split by seed. Returns the examples of each side, and further fields of the manifest."""
     sizes = Sizes(s.MAX_SAMPLES, s.TEST_SIZE, s.TRAIN_SIZE, s.DEV_SIZE, s.TEST_SHARE)
-    problem = lambda e: too_long(tokenizer, s.MAX_PROMPT_LENGTH, e.messages(), e.tools)  # noqa: E731
+
+    def problem(e: Example) -> str | None:
+        return too_long(tokenizer, s.MAX_PROMPT_LENGTH, e.messages(), e.tools)
+
     sides, dropped = sides_of(examples, _identity, sizes, s.SEED, problem)
     return sides, {"dropped": dropped, "tokenizer": s.MODEL, "max_prompt_tokens": s.MAX_PROMPT_LENGTH}
 

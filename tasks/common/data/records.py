@@ -4,7 +4,7 @@ import csv
 import io
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -129,8 +129,8 @@ class HubRecords(Records):
 
     def located(self) -> Iterator[tuple[str, dict]]:
         """Each record with its place, "openai/gsm8k: row 3"."""
-        kind, rows = pa.struct(self.dataset.features.arrow_schema), enumerate(self.dataset)
-        return ((f"{self.name}: row {at}", _own(_written(record, kind), self.nulls)) for at, record in rows)
+        rows = enumerate(_written_rows(self.dataset, self.dataset.features.arrow_schema))
+        return ((f"{self.name}: row {at}", _own(record, self.nulls)) for at, record in rows)
 
     def origin(self) -> dict:
         """The manifest's entry of the data set: name, config, split, and the revision if it is known."""
@@ -264,15 +264,18 @@ def _separator(start: str) -> str:
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, dict]]:
-    kind, rows = pa.struct(pq.read_schema(path)), enumerate(parquet_rows(path))
-    return ((f"row {index}", _written(record, kind)) for index, record in rows)
+    rows = enumerate(_written_rows(parquet_rows(path), pq.read_schema(path)))
+    return ((f"row {index}", record) for index, record in rows)
+
+
+def _written_rows(rows: Iterable[dict], schema: pa.Schema) -> Iterable[dict]:
+    """``rows`` with each float of 32 or 16 bits as the decimal that was written: 5.8, for which Arrow gives
+    5.800000190734863. Where no column has such, they are as they came."""
+    kind = pa.struct(schema)
+    return (_written(row, kind) for row in rows) if "float" in str(kind) else rows
 
 
 def _written(value, kind: pa.DataType):
-    """``value`` of the Arrow type ``kind``; a float of 32 or 16 bits as the decimal that was written: 5.8, for which
-    Arrow gives 5.800000190734863."""
-    if "float" not in str(kind):
-        return value
     if isinstance(value, dict):
         return {name: _written(each, kind.field(name).type) for name, each in value.items()}
     if isinstance(value, list) and hasattr(kind, "value_type"):
