@@ -36,8 +36,8 @@ def common_start(sequences: Sequence[Sequence]) -> int:
 
 
 def without_middle(text: str, limit: int) -> str:
-    """``text`` without its middle beyond ``limit`` characters: answers stand last."""
-    half = limit // 2
+    """``text`` as ``printable``, without its middle beyond ``limit`` characters: answers stand last."""
+    text, half = printable(text), limit // 2
     left_out = len(text) - 2 * half
     return text if len(text) <= limit else f"{text[:half]}\n[{left_out} characters left out]\n{text[-half:]}"
 

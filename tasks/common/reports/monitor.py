@@ -34,7 +34,7 @@ from verl_tasks.runs.health import Health
 from verl_tasks.runs.run import Metrics, recorded
 from verl_tasks.runs.secrets import masked_values
 from verl_tasks.settings import Command, SettingsError, artifacts, load_settings
-from verl_tasks.text import printable, without_middle
+from verl_tasks.text import without_middle
 
 SECONDS = 3  # between two looks at the runs
 # Of a step's rollouts, a validation, an evaluation, so many samples are shown.
@@ -112,15 +112,12 @@ def _traces(part: str, samples: Iterator[Sample], step: int) -> dict[str, list]:
     """The first ``samples`` of a file as trackio's conversations."""
     from trackio import Trace
 
-    def cut(text: str) -> str:
-        return without_middle(printable(text), LONGEST)
-
     traces = []
     for each in islice(samples, SAMPLES[part]):
-        said = [("assistant" if n % 2 == 0 else "user", text) for n, text in enumerate(each.said[:MOST_TURNS])]
-        messages = [{"role": role, "content": cut(text)} for role, text in [("user", each.prompt), *said]]
+        texts = [without_middle(text, LONGEST) for text in (each.prompt, *each.said[:MOST_TURNS])]
+        messages = [{"role": "assistant" if n % 2 else "user", "content": text} for n, text in enumerate(texts)]
         status = f"score {each.rewards.get('score', float('nan')):.3g}"  # a column of the list
-        told = {"kind": part, "ground_truth": cut(each.truth), **each.rewards, "status": status}
+        told = {"kind": part, "ground_truth": without_middle(each.truth, LONGEST), **each.rewards, "status": status}
         traces.append(Trace(messages, told)._to_dict("", "", step))
     return {part: traces}
 

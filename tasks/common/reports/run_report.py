@@ -28,7 +28,7 @@ from verl_tasks.runs.health import findings, newest_by_rule
 from verl_tasks.runs.run import Metrics, Run, read_metrics, recorded
 from verl_tasks.runs.secrets import masked, masked_values
 from verl_tasks.settings import ROOT, SettingsError, artifacts, load_settings
-from verl_tasks.text import one_line, printable, without_middle
+from verl_tasks.text import one_line, without_middle
 
 SAMPLES = 6  # rollouts that are shown
 PROMPT, RESPONSE, TRUTH = 1500, 3000, 500  # characters of each
@@ -220,14 +220,14 @@ def samples(run_dir: Path, metrics: dict[int, dict]) -> Section:
 
 def transcript(sample: Sample) -> list[tuple[str, str]]:
     """A sample as blocks under a heading; an episode without its middle beyond TURNS."""
-    said = [("response", cut(sample.said[0], RESPONSE))]
+    said = [("response", without_middle(sample.said[0], RESPONSE))]
     if len(sample.said) > 1:
         heads = [f"turn {n // 2 + 1}: {'environment' if n % 2 else 'model'}" for n in range(len(sample.said))]
-        said = [(head, cut(text, TURN)) for head, text in zip(heads, sample.said, strict=True)]
+        said = [(head, without_middle(text, TURN)) for head, text in zip(heads, sample.said, strict=True)]
     if len(said) > TURNS:
         said[TURNS // 2 : -TURNS // 2] = [("", f"[… {len(said) - TURNS} messages left out …]")]
-    prompt = (f"score {sample.rewards['score']:.4g}: prompt", cut(sample.prompt, PROMPT))
-    return [prompt, *said, ("ground truth", cut(sample.truth, TRUTH))]
+    prompt = (f"score {sample.rewards['score']:.4g}: prompt", without_middle(sample.prompt, PROMPT))
+    return [prompt, *said, ("ground truth", without_middle(sample.truth, TRUTH))]
 
 
 def spread(samples: list[Sample]) -> list[Sample]:
@@ -235,11 +235,6 @@ def spread(samples: list[Sample]) -> list[Sample]:
     ordered = sorted(samples, key=lambda sample: -sample.rewards["score"])
     places = range(min(SAMPLES, len(ordered)))
     return [ordered[round(place * (len(ordered) - 1) / max(1, places[-1]))] for place in places]
-
-
-def cut(text: str, limit: int) -> str:
-    """``text`` without control characters, and without its middle beyond ``limit`` characters."""
-    return without_middle(printable(text), limit)
 
 
 def settings(run_dir: Path, made: dict, launch: dict) -> Section:

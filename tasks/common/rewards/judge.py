@@ -26,7 +26,7 @@ from verl_tasks.openai_client import address_problem, openai_client
 from verl_tasks.rewards.answers import JudgeError
 from verl_tasks.rewards.json_answer import read_object
 from verl_tasks.settings import SettingsError, artifacts, load_settings, variable
-from verl_tasks.text import one_line, printable, without_middle
+from verl_tasks.text import one_line, without_middle
 
 __all__ = ["score"]  # for tasks
 
@@ -206,8 +206,7 @@ def messages(question: str, response: str, reference: str = "", rubric: str = ""
 
 def _quoted(text: str) -> str:
     """``text`` cut to MAX_TEXT_CHARS, without what a server or its chat template would read as a control token."""
-    text = printable(without_middle(text, MAX_TEXT_CHARS))
-    return _CONTROL_TOKEN.sub(lambda opening: opening[0] + " ", text)
+    return _CONTROL_TOKEN.sub(lambda opening: opening[0] + " ", without_middle(text, MAX_TEXT_CHARS))
 
 
 def _score(reply: str, counts: Counter) -> float:
