@@ -231,7 +231,7 @@ def test_a_lost_node_and_a_killed_worker_end_the_run_with_their_fix(log, address
 
 
 def test_other_failures_on_a_cluster_are_not_blamed_on_a_node():
-    """`lost` would ask a cluster that is not there, and raise."""
+    """`_ask` would ask a cluster that is not there, and raise."""
     error = process.StageFailed("verl_tasks.rewards.answers.RewardError: broken\n  | x\n  log: y")
     assert cluster.explained(error, NODES) is error
     assert cluster.explained(process.StageFailed("Connection closed by peer"), []).args == (

@@ -202,16 +202,11 @@ def explained(error: StageFailed, nodes: list[Node]) -> StageFailed:
     said = str(error)
     if not nodes or "of the Ray cluster was lost" in said or not BROKEN.search(said):
         return error
-    gone = lost(nodes)
-    return StageFailed(f"{node_lost(gone)}\n  | {said}") if gone else error
-
-
-def lost(before: list[Node]) -> str:
-    """The address of a node of ``before`` that was lost, else empty. Waits until Ray would report it."""
-    try:
-        return _ask("lost", *(node.id for node in before), seconds=LOST_SECONDS + 30)["lost"]
+    try:  # waits until Ray would report it
+        gone = _ask("lost", *(node.id for node in nodes), seconds=LOST_SECONDS + 30)["lost"]
     except SettingsError:
-        return "of the head"
+        gone = "of the head"
+    return StageFailed(f"{node_lost(gone)}\n  | {said}") if gone else error
 
 
 # ---- in a separate process -----------------------------------------------------------------------------------------
