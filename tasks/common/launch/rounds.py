@@ -6,7 +6,6 @@
 import sys
 
 from verl_tasks.launch import train
-from verl_tasks.launch.task import load_reward
 from verl_tasks.leftovers import interrupt_on_sigterm
 from verl_tasks.machine import cluster
 from verl_tasks.models.find import resolve_model
@@ -21,7 +20,6 @@ from verl_tasks.training import tracking
 
 def check_training(s: Settings, arguments: list[str]) -> None:
     """Before anything starts, raise SettingsError for settings that would fail later, and print warnings."""
-    load_reward(s)
     tracking.check_loggers(s)
     *_, last_round = begun = folder.rounds(s, arguments)  # raises for a RUN of other settings
     following = s.runs_dir / f"{s.RUN}-round{len(begun) + 1}"
