@@ -96,7 +96,8 @@ def shapes(config: dict, parameters: int = 0) -> Shapes | None:
     except KeyError:
         return None
     head = config.get("head_dim") or hidden // heads
-    queries, keys = heads * head, (config.get("num_key_value_heads") or heads) * head
+    key_heads = config.get("num_key_value_heads") or heads
+    queries, keys = heads * head, key_heads * head
     linear = (hidden + queries) * 2 + (hidden + keys) * 2 + (hidden + intermediate) * 3
     tied = bool(config.get("tie_word_embeddings", False))
     embeddings = vocabulary * hidden * (1 if tied else 2) + hidden  # with the last norm
@@ -112,7 +113,6 @@ def shapes(config: dict, parameters: int = 0) -> Shapes | None:
         return None
     layer = (parameters - embeddings) // layers
     widths = (hidden, intermediate, queries, keys, vocabulary, linear)
-    key_heads = config.get("num_key_value_heads") or heads
     window = int(config.get("max_position_embeddings") or 0)
     stretch = float(_turned(config).get("factor") or 1)
     if short := short_window(config):
@@ -400,9 +400,7 @@ def estimate(model: Shapes, plan: Plan, gpu_bytes: float = 0) -> Estimate:
     return Estimate(ram, state | work | {"contexts": OVERHEAD + asleep}, sampling, vllm)
 
 
-def checkpoint_bytes(
-    whole: int, contents: Iterable[str], adapter: int = 0, base_too: bool = False, critic: Iterable[str] = ()
-) -> float:
+def checkpoint_bytes(whole: int, contents: Iterable[str], adapter: int, base_too: bool, critic: Iterable[str]) -> float:
     """Bytes of a checkpoint of a model of ``whole`` parameters that has ``contents`` (verl's save_contents): fp32
     weights, two moments of Adam, an exported copy.
 
