@@ -8,8 +8,6 @@ CLASSIFIER = "ForSequenceClassification"
 
 def check(s: Settings) -> None:
     """Raise SettingsError when REWARD_MODEL cannot give scores. Asks the hub for a hub id."""
-    if not s.REWARD_MODEL:
-        return
     from transformers import AutoTokenizer
 
     config = _config(s.REWARD_MODEL)

@@ -274,7 +274,6 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
         f"trainer.nnodes={s.NNODES}",
         f"trainer.rollout_data_dir={quoted(run_dir / 'rollouts')}",
         f"trainer.validation_data_dir={quoted(run_dir / 'validation')}",
-        "trainer.max_actor_ckpt_to_keep=null",  # KEEP: runs/run.py
         f"trainer.v1.trainer_mode={trainer_of(s)[1]}",
         "trainer.val_before_train=False",
         f"trainer.test_freq={s.TEST_FREQ or -1}",

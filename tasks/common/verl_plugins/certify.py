@@ -7,7 +7,6 @@ The checks: evaluation/certify.py.
 """
 
 import asyncio
-import importlib
 import itertools
 import sys
 from collections import defaultdict
@@ -76,16 +75,16 @@ def played(
 ) -> list[Played]:
     """The agent loop of a training on the RL ``row``: the sequences of the episode. ``turns``: of evaluation; None:
     those of the ``server``."""
+    from hydra.utils import get_class
     from verl.experimental.agent_loop.agent_loop import DictConfigWrap
 
     loops = yaml.safe_load((verl_config.PLUGINS / "agent_loops.yaml").read_text())
     target = next(loop["_target_"] for loop in loops if loop["name"] == verl_config.agent_loop(s))
-    module, _, cls = target.rpartition(".")
     columns = {column: row[column] for column in ("data_source", "ability", "reward_model", "extra_info")}
 
     async def run():
         whole, data = DictConfigWrap(config), DictConfigWrap(config.data)
-        loop = getattr(importlib.import_module(module), cls)(whole, server, tokenizer, None, None, data)
+        loop = get_class(target)(whole, server, tokenizer, None, None, data)
         return await loop.run({"temperature": s.TEMPERATURE}, raw_prompt=decoded(row["prompt"]), **columns)
 
     found = asyncio.run(run())

@@ -25,19 +25,14 @@ RL_OVERRIDES = [
     "+actor_rollout_ref.model.override_config.attn_implementation=flash_attention_2",
     "actor_rollout_ref.model.use_remove_padding=True",
     "actor_rollout_ref.model.use_fused_kernels=True",
-    "actor_rollout_ref.model.fused_kernel_options.impl_backend=torch",
-    "actor_rollout_ref.actor.strategy=fsdp",
-    "actor_rollout_ref.ref.strategy=fsdp",
     "actor_rollout_ref.rollout.max_num_batched_tokens=16384",
     "+actor_rollout_ref.rollout.engine_kwargs.vllm.cuda_graph_sizes=1024",
     # Log-probs at TEMPERATURE, as the trainer's are and as verl 0.9.1 asks for them; vLLM's own default is 1.
     "+actor_rollout_ref.rollout.engine_kwargs.vllm.logprobs_mode=processed_logprobs",
     "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=verl_tasks.verl_plugins.verl_061.many_sequences.ManySequences",
-    "critic.strategy=fsdp",
     "critic.model.use_remove_padding=True",
 ]
 SFT_OVERRIDES = [
-    "engine.strategy=fsdp",
     "+model.override_config.attn_implementation=flash_attention_2",
     "model.use_remove_padding=True",
 ]

@@ -72,7 +72,6 @@ STORAGE_UNITS = 1
 RL_OVERRIDES = [
     "trainer.device=cpu",
     "actor_rollout_ref.actor.strategy=fsdp2",
-    "actor_rollout_ref.ref.strategy=fsdp2",
     "critic.strategy=fsdp2",
     "actor_rollout_ref.actor.entropy_checkpointing=True",
     "actor_rollout_ref.actor.use_torch_compile=False",

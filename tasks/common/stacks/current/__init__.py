@@ -41,9 +41,7 @@ LIGER = True
 STORAGE_UNITS = 8  # verl's default (trainer/config/transfer_queue)
 
 RL_OVERRIDES = [
-    "actor_rollout_ref.model.fused_kernel_options.impl_backend=torch",
     "actor_rollout_ref.actor.strategy=fsdp2",
-    "actor_rollout_ref.ref.strategy=fsdp2",
     "actor_rollout_ref.rollout.max_num_seqs=1024",
     "actor_rollout_ref.rollout.max_num_batched_tokens=16384",
     "+actor_rollout_ref.rollout.engine_kwargs.vllm.max_cudagraph_capture_size=1024",
@@ -51,7 +49,7 @@ RL_OVERRIDES = [
     WHOLE_RESPONSES,
     "critic.strategy=fsdp2",
 ]
-SFT_OVERRIDES = ["engine.strategy=fsdp2", "model.fused_kernel_options.impl_backend=torch"]
+SFT_OVERRIDES = ["engine.strategy=fsdp2"]
 
 
 def ray_overrides(s: Settings) -> list[str]:

@@ -21,5 +21,4 @@ def overrides(s: Settings) -> list[str]:
         f"trainer.critic_warmup={s.CRITIC_WARMUP and s.CRITIC_WARMUP + 1}",
         "critic.ppo_micro_batch_size_per_gpu=${actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu}",
         "critic.ppo_max_token_len_per_gpu=${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}",
-        "trainer.max_critic_ckpt_to_keep=${trainer.max_actor_ckpt_to_keep}",
     ]

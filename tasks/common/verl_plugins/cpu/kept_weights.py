@@ -24,12 +24,11 @@ def _keep_weight(layer, remove_weight):
     return _dispatch(layer, remove_weight=False)
 
 
+utils.dispatch_cpu_unquantized_gemm = _keep_weight
+
+
 class CPUColocateWorkerExtension(OwnSocketExtension):
     """Named by ``engine_kwargs.vllm.worker_extension_cls``; vLLM makes its worker class inherit from it."""
-
-    def __new__(cls, **kwargs):
-        utils.dispatch_cpu_unquantized_gemm = _keep_weight
-        return super().__new__(cls, **kwargs)
 
     def update_weights_from_ipc(self, *args, **kwargs):
         """verl's, which loads into the originals, and then packs."""

@@ -9,7 +9,6 @@ import gc
 import os
 import resource
 import types
-from unittest import mock
 
 import psutil
 import torch
@@ -98,6 +97,7 @@ torch.distributed.init_process_group = _init_process_group_once_per_device
 
 # ---- verl/workers/engine/fsdp/transformer_impl.py registers its engines for cuda and npu only ----------------------
 
+from torch.distributed.fsdp import OffloadPolicy  # noqa: E402
 from verl.utils import torch_functional  # noqa: E402
 from verl.workers.engine.base import EngineRegistry  # noqa: E402
 from verl.workers.engine.fsdp import transformer_impl  # noqa: E402
@@ -150,20 +150,14 @@ def _entropy_in_parts(logits: torch.Tensor) -> torch.Tensor:
 torch_functional.entropy_from_logits = _entropy_in_parts
 
 
-class _OnCPU:
-    """What both engines need on a CPU."""
+# ---- verl/workers/engine/fsdp/transformer_impl.py:462 offloads the reference model to pinned host memory -----------
+# It is in host memory already, and torch pins nothing without an accelerator.
 
-    def _build_fsdp_module(self, module):
-        # transformer_impl.py:462 offloads the reference model to pinned host memory. It is in host memory already,
-        # and torch pins nothing without an accelerator.
-        from torch.distributed.fsdp import OffloadPolicy
-
-        with mock.patch.object(transformer_impl, "CPUOffloadPolicy", lambda pin_memory: OffloadPolicy()):
-            return super()._build_fsdp_module(module)
+transformer_impl.CPUOffloadPolicy = lambda pin_memory: OffloadPolicy()
 
 
 @EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device=["cpu"])
-class CPUEngineWithLMHead(_OnCPU, SharedPrompts, transformer_impl.FSDPEngineWithLMHead):
+class CPUEngineWithLMHead(SharedPrompts, transformer_impl.FSDPEngineWithLMHead):
     """verl's FSDP actor and reference engine."""
 
     def prepare_model_outputs(self, output, *args, **kwargs):
@@ -172,6 +166,6 @@ class CPUEngineWithLMHead(_OnCPU, SharedPrompts, transformer_impl.FSDPEngineWith
         return super().prepare_model_outputs(output, *args, **kwargs)
 
 
-@EngineRegistry.register(model_type="value_model", backend=["fsdp", "fsdp2"], device=["cpu"])
-class CPUEngineWithValueHead(_OnCPU, transformer_impl.FSDPEngineWithValueHead):
-    """verl's FSDP critic engine."""
+EngineRegistry.register(model_type="value_model", backend=["fsdp", "fsdp2"], device=["cpu"])(
+    transformer_impl.FSDPEngineWithValueHead
+)
