@@ -1,6 +1,6 @@
 """`make probe`: does the training data have signal for this model? Run it before spending GPU hours on training."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from verl_tasks.evaluation.rollouts import Rollout
 from verl_tasks.evaluation.sample import Job, Scoring, bounds, model_name, report_errors, sampled, sampling
 from verl_tasks.evaluation.statistics import Estimate, bootstrap_mean
 from verl_tasks.evaluation.tables import show_table, sizes
-from verl_tasks.files import read_json, write_json
+from verl_tasks.files import write_json
 from verl_tasks.rows import DataError, read_rows, write_parquet
 from verl_tasks.runs.folder import run_of
 from verl_tasks.runs.run import recorded
@@ -178,13 +178,6 @@ def probed(
         "zero_variance_groups": zero,
         "by_prompt": prompts.reset_index().to_dict("records"),
     }
-
-
-def newest(task: str, wanted: Callable[[dict], bool]) -> Path | None:
-    """The newest probe.json that is ``wanted`` (a function of its content)."""
-    found = (artifacts() / "probe" / task).glob("*/probe.json")
-    files = [file for file in found if wanted(read_json(file))]
-    return max(files, key=lambda file: file.stat().st_mtime, default=None)
 
 
 def write_signal(s: Settings, command: Command, prompts: pd.DataFrame, path: Path) -> None:
