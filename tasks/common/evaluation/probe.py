@@ -74,9 +74,9 @@ def verdicts(
     zero_variance: float,
     partial: float,
     truncated: float,
-    earns: float = np.nan,
-    cuts: str = "",
-    warmed: bool = False,
+    earns: float,
+    cuts: str,
+    warmed: bool,
 ) -> list[Verdict]:
     """The values against the thresholds that practitioners use; all but entropy (nats) and variance are shares.
 
@@ -128,7 +128,7 @@ def _first(warmed: bool) -> str:
     return "train the warm-up longer (SFT_STEPS)" if warmed else "do SFT first"
 
 
-def conclusion(found: list[Verdict], cuts: str = "", warmed: bool = False) -> str:
+def conclusion(found: list[Verdict], cuts: str, warmed: bool) -> str:
     """One sentence over all verdicts; ``cuts`` and ``warmed`` as above."""
     accuracy, variance, _, zero, *_, truncated = found
     bad = [verdict.name for verdict in found if not verdict.good]
