@@ -11,8 +11,8 @@ from tasks.countdown import search
 from verl_tasks import expression, prepare, records
 
 HUB_DATASET = "Jiayi-Pan/Countdown-Tasks-3to4"
-# DIFFICULTY: how many numbers, the largest number, the largest target
-DIFFICULTIES = {"easy": ((2,), 99, 999), "hard": ((3, 4), 99, 999)}
+COUNTS = {"easy": (2,), "hard": (3, 4)}  # DIFFICULTY: how many numbers
+LARGEST_NUMBER, LARGEST_TARGET = 99, 999
 MOST_NUMBERS = 5  # of a row of the public set: with five the solver takes up to a second, with six over a minute
 
 SYSTEM = (
@@ -74,11 +74,10 @@ def problems(rng: random.Random, difficulty: str) -> Iterator[dict]:
 
     Numbers are sorted, so that the same problem is the same prompt, which ``prepare`` takes only once.
     """
-    counts, largest, largest_target = DIFFICULTIES[difficulty]
     while True:
-        numbers = sorted(rng.randint(1, largest) for _ in range(rng.choice(counts)))
+        numbers = sorted(rng.randint(1, LARGEST_NUMBER) for _ in range(rng.choice(COUNTS[difficulty])))
         target = _random_target(rng, numbers)
-        if 0 < target <= largest_target:
+        if 0 < target <= LARGEST_TARGET:
             yield {"numbers": numbers, "target": target}
 
 

@@ -312,7 +312,7 @@ def example(s: Settings, search: Search, finding: Finding) -> dict:
     """A row of the task's examples.jsonl that the reward breaks while ``finding`` fools it. ``below``: a right answer's
     score, or the first fooled row's where that is lower; what partial credit is left to it is the task's own matter.
     An answer with the lowest score may count as right all the same: then the row states ``acc``."""
-    below = min(search.best, search.best if finding.broken else finding.first)
+    below = search.best if finding.broken else min(search.best, finding.first)
     stated = {"below": below if below < float("inf") else 1.0}
     if not s.multi_turn and not finding.broken and finding.first <= search.low:
         stated = {"acc": 0}

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import mean
 
-from verl_tasks.evaluation import probe
 from verl_tasks.evaluation.exploits import SOME, THINKING, TURN, Row, visible
 from verl_tasks.evaluation.sample import reward_mark
 from verl_tasks.files import read_json
@@ -130,8 +129,10 @@ def start_score(s: Settings) -> tuple[float, str] | None:
         trained = run_of(found.get("model", ""), artifacts() / "runs" / s.TASK)
         return found.get("mark") == reward_mark(s) and (not trained or recorded(trained).get("kind") != "rl")
 
-    if file := probe.newest(s.TASK, of_start):
-        return read_json(file)["metrics"]["score"]["value"], f"make probe: {file.parent.name}"
+    probes = {file: read_json(file) for file in (artifacts() / "probe" / s.TASK).glob("*/probe.json")}
+    if starts := [file for file, found in probes.items() if of_start(found)]:
+        file = max(starts, key=lambda file: file.stat().st_mtime)
+        return probes[file]["metrics"]["score"]["value"], f"make probe: {file.parent.name}"
     made = {run: recorded(run) for run in all_runs(s.TASK)}
     code = code_digest(s.reward_file)
     runs = [

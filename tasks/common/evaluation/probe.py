@@ -1,6 +1,6 @@
 """`make probe`: does the training data have signal for this model? Run it before spending GPU hours on training."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from verl_tasks.evaluation.rollouts import Rollout
 from verl_tasks.evaluation.sample import Job, Scoring, bounds, model_name, report_errors, sampled, sampling
 from verl_tasks.evaluation.statistics import Estimate, bootstrap_mean
 from verl_tasks.evaluation.tables import show_table, sizes
-from verl_tasks.files import read_json, write_json
+from verl_tasks.files import write_json
 from verl_tasks.rows import DataError, read_rows, write_parquet
 from verl_tasks.runs.folder import run_of
 from verl_tasks.runs.run import recorded
@@ -74,9 +74,9 @@ def verdicts(
     zero_variance: float,
     partial: float,
     truncated: float,
-    earns: float = np.nan,
-    cuts: str = "",
-    warmed: bool = False,
+    earns: float,
+    cuts: str,
+    warmed: bool,
 ) -> list[Verdict]:
     """The values against the thresholds that practitioners use; all but entropy (nats) and variance are shares.
 
@@ -128,7 +128,7 @@ def _first(warmed: bool) -> str:
     return "train the warm-up longer (SFT_STEPS)" if warmed else "do SFT first"
 
 
-def conclusion(found: list[Verdict], cuts: str = "", warmed: bool = False) -> str:
+def conclusion(found: list[Verdict], cuts: str, warmed: bool) -> str:
     """One sentence over all verdicts; ``cuts`` and ``warmed`` as above."""
     accuracy, variance, _, zero, *_, truncated = found
     bad = [verdict.name for verdict in found if not verdict.good]
@@ -178,13 +178,6 @@ def probed(
         "zero_variance_groups": zero,
         "by_prompt": prompts.reset_index().to_dict("records"),
     }
-
-
-def newest(task: str, wanted: Callable[[dict], bool]) -> Path | None:
-    """The newest probe.json that is ``wanted`` (a function of its content)."""
-    found = (artifacts() / "probe" / task).glob("*/probe.json")
-    files = [file for file in found if wanted(read_json(file))]
-    return max(files, key=lambda file: file.stat().st_mtime, default=None)
 
 
 def write_signal(s: Settings, command: Command, prompts: pd.DataFrame, path: Path) -> None:
