@@ -159,6 +159,10 @@ def test_json_with_a_role_that_is_no_chat_stays_the_text_of_an_answer():
         ({"chat": [HI, YES]}, {"messages": "chat"}, ([HI, YES], None)),
         ({"messages": [YES], "question": "hi", "b": "yes"}, {"prompt": "question", "answer": "b"}, ([HI], "yes")),
         ({"instruction": "hi", "output": "yes"}, {"answer": "output"}, ([HI], "yes")),
+        # What is named for something else is no part of the prompt.
+        ({"question": "hi", "input": "yes"}, {"answer": "input"}, ([HI], "yes")),
+        ({"question": "hi", "query": "yes"}, {"answer": "query"}, ([HI], "yes")),
+        ({"problem": "hi", "context": "be brief", "answer": "yes"}, {"system": "context"}, ([BE, HI], "yes")),
     ],
 )
 def test_columns_come_before_recognition(record, columns, expected):
