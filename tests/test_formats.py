@@ -680,6 +680,14 @@ def test_the_same_rows_give_the_same_examples(tmp_path, monkeypatch, name, form)
     assert all(f.tools in (None, OFFERED) for f in found)
 
 
+def test_a_column_in_place_of_an_empty_one_is_said(tmp_path):
+    """Without an answer of its own, a row's worked solution becomes the text that a response must equal."""
+    rows = [{"question": "a", "answer": "7", "solution": "So 7."}, {"question": "b", "answer": "", "solution": "So 8."}]
+    records = as_lines(tmp_path / "in.jsonl", rows)
+    assert [made.answer for _, made in records.converted(conversation)] == ["7", "So 8."]
+    assert [*records.unused] == ["solution", "answer where it is empty (solution is read)"]
+
+
 @pytest.mark.parametrize("of", [lambda turns: turns, json.dumps], ids=["objects", "JSON text"])
 def test_what_a_turn_holds_beside_its_text_is_said(tmp_path, of):
     turns = [

@@ -86,7 +86,11 @@ def _conversation(record: dict, named: dict[str, str]) -> Conversation:
         return bool(value.strip()) if isinstance(value, str) else value is not None
 
     def first(names: tuple[str, ...]) -> str | None:
-        return next(filter(has, names), next((name for name in names if name in record), None))
+        there = [name for name in names if name in record] or [None]
+        found = next(filter(has, there), there[0])
+        if found != there[0] and hasattr(record, "unread"):
+            record.unread.add(f"{there[0]} where it is empty ({found} is read)")
+        return found
 
     def read(name: str, convert):
         made = _at(f"column `{name}`", convert, value := record.get(name))
