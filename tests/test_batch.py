@@ -144,6 +144,14 @@ def test_the_sheets_that_are_not_read_are_named(tmp_path, capsys):
     assert capsys.readouterr().out == f"  INPUT={tmp_path}/in.xlsx: the sheet one alone is read, not two\n"
 
 
+@pytest.mark.parametrize("second", ["prompt", None])
+def test_a_sheet_has_a_name_for_each_column_as_csv_does(tmp_path, second):
+    """pandas would call a second `prompt` "prompt.1", and one without a name "Unnamed: 1"."""
+    pd.DataFrame([["prompt", second], ["a", "b"]]).to_excel(tmp_path / "in.xlsx", header=False, index=False)
+    with pytest.raises(DataError, match="the header has an empty or repeated name: prompt, "):
+        read_table(tmp_path / "in.xlsx")
+
+
 def rollout(index: int, response: str, reward: dict | None) -> Rollout:
     return Rollout(index, "sampled", 0, response, "stop", 3, 0.5, [], "t", "", {}, reward)
 

@@ -604,6 +604,12 @@ def test_a_gain_or_a_loss_is_one_by_its_interval_and_its_test(interval, p_value,
     )
 
 
+def test_more_prompts_come_from_the_setting_that_bounds_them():
+    same = Difference(Estimate(0.0, -0.1, 0.1), 0.9, "t")
+    tries = [next_steps(replace(load_settings(VALUES), LIMIT=limit), same, [])[-1] for limit in (0, 16)]
+    assert "a larger TEST_SIZE" in tries[0] and "a larger LIMIT" in tries[1]
+
+
 @pytest.mark.parametrize(("cut", "said"), [(3, "first the samples that are cut off: 3 by max_turns"), (2, "")])
 def test_where_most_samples_are_cut_off_that_comes_before_the_rate(cut, said):
     ends = ["max_turns"] * cut + ["stop"] * (5 - cut)

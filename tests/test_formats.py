@@ -159,6 +159,10 @@ def test_json_with_a_role_that_is_no_chat_stays_the_text_of_an_answer():
         ({"chat": [HI, YES]}, {"messages": "chat"}, ([HI, YES], None)),
         ({"messages": [YES], "question": "hi", "b": "yes"}, {"prompt": "question", "answer": "b"}, ([HI], "yes")),
         ({"instruction": "hi", "output": "yes"}, {"answer": "output"}, ([HI], "yes")),
+        # What is named for something else is no part of the prompt.
+        ({"question": "hi", "input": "yes"}, {"answer": "input"}, ([HI], "yes")),
+        ({"question": "hi", "query": "yes"}, {"answer": "query"}, ([HI], "yes")),
+        ({"problem": "hi", "context": "be brief", "answer": "yes"}, {"system": "context"}, ([BE, HI], "yes")),
     ],
 )
 def test_columns_come_before_recognition(record, columns, expected):
@@ -674,6 +678,14 @@ def test_the_same_rows_give_the_same_examples(tmp_path, monkeypatch, name, form)
     assert [each for each in records.unused if form != "objects as answers" or "nulls in answer." not in each] == unused
     assert [sorted(f.context) for f in found] == [[1] if form == "weights" else []] * len(rows)
     assert all(f.tools in (None, OFFERED) for f in found)
+
+
+def test_a_column_in_place_of_an_empty_one_is_said(tmp_path):
+    """Without an answer of its own, a row's worked solution becomes the text that a response must equal."""
+    rows = [{"question": "a", "answer": "7", "solution": "So 7."}, {"question": "b", "answer": "", "solution": "So 8."}]
+    records = as_lines(tmp_path / "in.jsonl", rows)
+    assert [made.answer for _, made in records.converted(conversation)] == ["7", "So 8."]
+    assert [*records.unused] == ["solution", "answer where it is empty (solution is read)"]
 
 
 @pytest.mark.parametrize("of", [lambda turns: turns, json.dumps], ids=["objects", "JSON text"])

@@ -404,7 +404,7 @@ def test_every_combination_makes_data_whose_demonstrations_are_right(name, rende
         assert not prepare.too_long(tokenizer, s.MAX_PROMPT_LENGTH, decoded(row["prompt"]), tools_of(row))
 
 
-@pytest.mark.parametrize("record", [{"nums": [1.5, 2], "target": 3}, {"nums": [1, 2], "target": 3.5}, {"target": 3}])
+@pytest.mark.parametrize("record", [{"nums": [1.5, 2], "target": 3}, {"nums": [1, 2], "target": "3.5"}, {"target": 3}])
 def test_a_new_task_of_expressions_cuts_no_number(record, rendered):
     from_record = module_of(made_of(rendered, "expression"), "prepare_data").from_record
     with pytest.raises(DataError, match="needs columns `nums`"):
@@ -412,8 +412,9 @@ def test_a_new_task_of_expressions_cuts_no_number(record, rendered):
     for numbers in ([], [-3, 5], [10**9, 1]):
         with pytest.raises(DataError, match="`nums` must be from 0"):
             from_record({"nums": numbers, "target": 2})
-    (example,) = from_record({"nums": np.array([1, 2]), "target": np.int64(3)})
-    assert example.ground_truth == {"target": 3, "numbers": [1, 2]}
+    for right in ({"nums": np.array([1, 2]), "target": np.int64(3)}, {"nums": "[1, 2]", "target": "3"}):  # CSV: text
+        (example,) = from_record(right)
+        assert example.ground_truth == {"target": 3, "numbers": [1, 2]}
 
 
 def test_an_answer_that_is_no_text_is_what_a_cell_of_csv_has_for_it(rendered):

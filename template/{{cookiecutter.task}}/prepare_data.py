@@ -51,6 +51,7 @@ import regex
 {% endif %}
 {% set ours = ours + (["gym"] if source == "reasoning_gym" else []) + (["math_answer"] if reward == "math" else []) %}
 {% set ours = ours + (["tool_calls"] if reward == "tool_call" else []) %}
+{% set ours = ours + (["read_ground_truth"] if reward == "expression" and from_records else []) %}
 {{ imports.ours(ours) }}
 {% if source == "reasoning_gym" %}
 ENV = "{{ cookiecutter.env }}"

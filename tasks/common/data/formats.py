@@ -86,7 +86,11 @@ def _conversation(record: dict, named: dict[str, str]) -> Conversation:
         return bool(value.strip()) if isinstance(value, str) else value is not None
 
     def first(names: tuple[str, ...]) -> str | None:
-        return next(filter(has, names), next((name for name in names if name in record), None))
+        there = [name for name in names if name in record] or [None]
+        found = next(filter(has, there), there[0])
+        if found != there[0] and hasattr(record, "unread"):
+            record.unread.add(f"{there[0]} where it is empty ({found} is read)")
+        return found
 
     def read(name: str, convert):
         made = _at(f"column `{name}`", convert, value := record.get(name))
@@ -96,7 +100,9 @@ def _conversation(record: dict, named: dict[str, str]) -> Conversation:
 
     tools_column, chosen, rejected = (named.get(name, name) for name in ("tools", "chosen", "rejected"))
     tools = read(tools_column, tool_schemas)
-    prompt, own_answer = named.get("prompt") or first(PROMPTS), named.get("answer")
+    # What the caller names for something else is no part of the prompt: it could be the answer.
+    prompts, contexts = (tuple(name for name in of if name not in named.values()) for of in (PROMPTS, CONTEXTS))
+    prompt, own_answer = named.get("prompt") or first(prompts), named.get("answer")
     pair = {chosen, rejected} <= record.keys() and not own_answer and (has(chosen) or has(rejected))
     whole, free = named.get("messages"), not named.keys() & {"messages", "prompt"}
     if free and not (pair and prompt and has(prompt)):
@@ -114,11 +120,11 @@ def _conversation(record: dict, named: dict[str, str]) -> Conversation:
     elif prompt and not whole and (chat_asked := read(prompt, chat_in)):
         messages = chat_asked
     elif prompt and not whole:
-        others = [name for name in PROMPTS if name not in (prompt, *CONTEXTS) and has(name)] if not before else []
+        others = [name for name in prompts if name not in (prompt, *CONTEXTS) and has(name)] if not before else []
         others = [name for name in others if dict.get(record, name) != record[prompt]] + [*filter(has, CHOICES)]
         if free and others:
             raise DataError(f"columns `{'`, `'.join([prompt, *others])}`: which is the prompt? {_advice(record)}")
-        contexts = [name for name in CONTEXTS if name != prompt and has(name) and not before]
+        contexts = [name for name in contexts if name != prompt and has(name) and not before]
         history = read("history", _history) if free and record.get("history") else []
         messages = [*history, *chat("\n".join(read(name, _text) for name in (prompt, *contexts)))]
     if before:

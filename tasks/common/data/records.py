@@ -242,13 +242,18 @@ def _csv(path: Path) -> Iterator[tuple[str, dict | DataError]]:
         file.seek(0)
         rows = filter(None, reader)  # without empty lines
         header = next(rows, [])
-        if len(set(header)) < len(header) or "" in header:
-            names = f"{', '.join(header)[:200]}; name each column once (pandas: index=False)"
-            raise DataError(f"the header has an empty or repeated name: {names}")
+        check_header(header)
         for index, row in enumerate(rows):
             wrong = f"(line {reader.line_num}) has {len(row)} fields, the header has {len(header)}"
             fits = len(row) == len(header)
             yield f"row {index}", dict(zip(header, row, strict=True)) if fits else DataError(wrong)
+
+
+def check_header(header: list[str]) -> None:
+    """Raises DataError where a column of a table has no name of its own."""
+    if len(set(header)) < len(header) or "" in header:
+        names = f"{', '.join(header)[:200]}; name each column once (pandas: index=False)"
+        raise DataError(f"the header has an empty or repeated name: {names}")
 
 
 def _separator(start: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 
 from verl_tasks.data.formats import chat_in, tool_schemas
-from verl_tasks.data.records import Records
+from verl_tasks.data.records import Records, check_header
 from verl_tasks.evaluation.chat import task_system
 from verl_tasks.evaluation.engines import window
 from verl_tasks.evaluation.rollouts import TOO_LONG, Rollout
@@ -22,10 +22,12 @@ from verl_tasks.settings import Command, Settings, SettingsError, artifacts, fin
 
 def _xlsx_rows(path: Path) -> list[dict]:
     """The rows of the first sheet, as texts. Says which other sheets have rows."""
-    first, *others = pd.read_excel(path, sheet_name=None, dtype=str, keep_default_na=False).items()
-    if left_out := [name for name, table in others if len(table)]:
+    first, *others = pd.read_excel(path, sheet_name=None, dtype=str, keep_default_na=False, header=None).items()
+    if left_out := [name for name, table in others if len(table) > 1]:
         print(f"  INPUT={path}: the sheet {first[0]} alone is read, not {', '.join(left_out)}")
-    return first[1].to_dict("records")
+    header, *rows = first[1].to_numpy().tolist() or [[]]
+    check_header(header)
+    return [dict(zip(header, row, strict=True)) for row in rows]
 
 
 READ = {**dict.fromkeys((".json", ".jsonl"), lambda path: list(Records(path))), ".csv": csv_rows, ".xlsx": _xlsx_rows}

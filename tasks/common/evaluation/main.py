@@ -89,7 +89,7 @@ def next_steps(s: Settings, change: Difference, rollouts: list[Rollout], start: 
         *first,
         f"another learning rate: LR={2 * s.LR:g}, and lower if the reward falls",
         f"make probe TASK={s.TASK} says whether the data has signal for the model that it started from",
-        "more test prompts: a larger TEST_SIZE narrows the interval",
+        f"more test prompts: a larger {'LIMIT' if s.LIMIT else 'TEST_SIZE'} narrows the interval",
     ]
 
 
