@@ -2,6 +2,7 @@
 
 import io
 import json
+import signal
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -12,6 +13,7 @@ from verl_tasks.evaluation import chat_episode
 from verl_tasks.evaluation.chat import talk, task_system, typed
 from verl_tasks.evaluation.chat_episode import Table
 from verl_tasks.evaluation.engines import Sampling, window
+from verl_tasks.evaluation.main import evaluate
 from verl_tasks.evaluation.rollouts import Completion
 from verl_tasks.evaluation.sample import Scoring
 from verl_tasks.models.chat_template import answer_ids, prompt_ids
@@ -138,6 +140,21 @@ def test_the_tasks_system_message_comes_from_its_data(tmp_path):
 def test_bytes_that_are_no_text_do_not_end_the_chat(monkeypatch):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\nna\xc3\xafve\n"), encoding="utf-8"))
     assert [*typed(io.StringIO())] == ["caf\ufffd\n", "naïve\n"]
+
+
+@pytest.mark.parametrize(("command", "kept"), [("chat", False), ("batch", True)])
+def test_a_chat_that_is_stopped_promises_no_samples(command, kept, monkeypatch, capsys):
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sys.argv", ["evaluate.py", command, "m"])
+    monkeypatch.setattr("verl_tasks.evaluation.main.load_settings", stopped)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        evaluate(lambda *_, **__: {"score": 0.0})
+    signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == 130
+    assert ("kept" in capsys.readouterr().err) is kept
 
 
 TURNS = Sampling(n=1, greedy=False, temperature=1.0, top_p=1.0, max_prompt_tokens=9, max_tokens=9, seed=0)

@@ -144,7 +144,8 @@ def evaluate(
     from the environment. Exits with 1 after one line that says why, also when the reward raised on some completion."""
     interrupt_on_sigterm()
     name, *arguments = sys.argv[1:] or [""]
-    with errors_in_one_line(SettingsError, DataError, JudgeError, stopped="" if name == "attack" else STOPPED):
+    stopped = "" if name in ("attack", "chat") else STOPPED
+    with errors_in_one_line(SettingsError, DataError, JudgeError, stopped=stopped):
         s, command = load_settings(), load_settings(cls=Command)
         scoring = Scoring.of(s, compute_score, own_metrics, environment)
         models = dict(each.split("=", 1) for each in arguments) if name in ("eval", "experiment") else {}
