@@ -16,6 +16,7 @@ from verl_tasks.launch import train
 from verl_tasks.models.merge import has_weights
 from verl_tasks.runs import checkpoint, folder, validation
 from verl_tasks.runs.checkpoint import ranks, whole
+from verl_tasks.runs.health import AbortedError
 from verl_tasks.runs.run import Run, mend_tracker, prune, read_metrics, tracker
 from verl_tasks.settings import SettingsError, load_settings
 from verl_tasks.training import verl_config
@@ -112,6 +113,22 @@ def test_steps_are_saved_that_are_validated_and_the_newest_stay_without(fit):
     ]
 
 
+def test_each_line_of_the_metrics_is_read_once_by_the_trainer(fit, module, monkeypatch):
+    """KEEP and PATIENCE had one reader of them, ABORT_ON another."""
+    read, loads = [], json.loads
+    monkeypatch.setattr(json, "loads", lambda text, **how: read.append(text) or loads(text, **how))
+
+    def step(self, metrics, timing):
+        metrics["actor/entropy"] = 1 / self.global_steps**3  # below health.ENTROPY from step 5 on
+        return SimpleNamespace(keys=[], partition_id="train")
+
+    monkeypatch.setattr(module.TaskTrainer, "_save_complete_step", lambda self: None)
+    with pytest.raises(AbortedError, match=r"^ABORT_ON=collapse: step 5: entropy 0.0080 "):
+        fit({2: 0.1, 4: 0.2}.get, TEST_FREQ="2", KEEP="1", PATIENCE="3", ABORT_ON="collapse", step=step)
+    lines = [text for text in read if '"data"' in text]
+    assert len(lines) == 5 == len(set(lines))
+
+
 def test_without_validations_the_newest_stay(fit):
     run_dir = fit(None, SAVE_FREQ="2", KEEP="1")
     assert [*Run.read(run_dir).steps] == [6, 8]
@@ -186,9 +203,9 @@ def test_what_a_crash_left_goes_and_the_last_whole_one_never(tmp_path):
     (tmp_path / "checkpoints/global_step_10/data.pt").unlink()  # 10 was being written
     (tmp_path / "checkpoints/removed_global_step_4/actor").mkdir(parents=True)  # an earlier 4 was being removed
     validated(tmp_path, {2: 0.9, 4: 0.1, 6: 0.5, 8: 0.0, 10: 1.0})
-    prune(tmp_path, 1)
+    prune(tmp_path, 1, Run.read(tmp_path).scores)
     assert folders(tmp_path) == ["global_step_2", "global_step_8"]
-    prune(tmp_path, 0)
+    prune(tmp_path, 0, {})
     assert folders(tmp_path) == ["global_step_8"] and Run.read(tmp_path).last == 8
 
 
@@ -196,7 +213,7 @@ def test_nothing_goes_without_a_whole_checkpoint(tmp_path):
     write_whole(tmp_path, [2, 4])
     for step in (2, 4):
         (tmp_path / f"checkpoints/global_step_{step}/data.pt").write_bytes(b"PK")
-    prune(tmp_path, 0)
+    prune(tmp_path, 0, {})
     assert folders(tmp_path) == ["global_step_2", "global_step_4"]
 
 
@@ -209,10 +226,10 @@ def test_a_crash_while_one_is_removed_leaves_no_half_checkpoint(tmp_path, monkey
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(shutil, "rmtree", killed)
-        prune(tmp_path, 0)
+        prune(tmp_path, 0, {})
     assert all((tmp_path / f"checkpoints/global_step_{step}/data.pt").exists() for step in Run.read(tmp_path).steps)
     assert Run.read(tmp_path).last == 6
-    prune(tmp_path, 0)
+    prune(tmp_path, 0, {})
     assert folders(tmp_path) == ["global_step_6"]
 
 

@@ -29,7 +29,7 @@ from verl_tasks.launch.plan import rl_plan
 from verl_tasks.leftovers import LAUNCH
 from verl_tasks.process import Progress, StageFailed, _Screen, run
 from verl_tasks.runs import health
-from verl_tasks.runs.run import Run, ends_run, prune, read_metrics
+from verl_tasks.runs.run import Followed, Run, ends_run, prune, read_metrics
 from verl_tasks.settings import SettingsError, load_settings
 
 
@@ -318,14 +318,15 @@ def test_each_line_of_the_metrics_is_read_once_by_launcher_and_trainer(settings,
     plan = rl_plan(settings, Run.read(run_dir), "some/model")
     file = logged(run_dir, *(json.dumps({"step": step, "data": row(step / 1000)}) for step in range(1, 501)))
     write_whole(run_dir, [500])
-    bar, read, loads = train.Bar(plan), [], json.loads
-    assert bar.progress().note.startswith(" reward 9.000, dev 0.500") and not ends_run(run_dir, 501, row(0.9), 1)
+    bar, followed, read, loads = train.Bar(plan), Followed(run_dir), [], json.loads
+    assert bar.progress().note.startswith(" reward 9.000, dev 0.500")
+    assert not ends_run(run_dir, 501, row(0.9), 1, followed.scores())
     monkeypatch.setattr(json, "loads", lambda text, **how: read.append(text) or loads(text, **how))
     with file.open("a") as stream:
         stream.write((new := json.dumps({"step": 501, "data": row(0.4)}) + "\n") + '{"step": 502, "da')
     assert "dev 0.400, best 0.500 (step 500)" in bar.progress().note and bar.progress().done == 501
-    prune(run_dir, 1)
-    assert ends_run(run_dir, 502, row(0.3), 2)
+    prune(run_dir, 1, followed.scores())
+    assert ends_run(run_dir, 502, row(0.3), 2, followed.scores())
     assert [text for text in read if '"data"' in text] == [new, new]  # the launcher's and the trainer's
 
 
@@ -394,8 +395,9 @@ def test_a_damaged_line_ends_a_report_and_no_training(damaged, settings, tmp_pat
         read_metrics(run_dir)
     assert shown(plan).done == 4 and "best 0.900 (step 3)" in shown(plan).note
     assert Run.read(run_dir).step() == 3 and Run.read(run_dir).ended_early(1)
-    assert ends_run(run_dir, 5, row(0.3), 2)
-    prune(run_dir, 1)
+    scores = Followed(run_dir).scores()
+    assert ends_run(run_dir, 5, row(0.3), 2, scores)
+    prune(run_dir, 1, scores)
     assert [*Run.read(run_dir).steps] == [3, 4]
 
 

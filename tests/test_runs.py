@@ -130,7 +130,8 @@ def test_patience_begins_after_the_steps_of_ppos_critic_alone(settings):
     s = replace(settings, METHOD="ppo", STEPS=10, PATIENCE=2, CRITIC_WARMUP=3)
     run_dir = make_run(s, metrics=same)
     assert not Run.read(run_dir).complete(s) and Run.read(run_dir).complete(replace(s, PATIENCE=1))
-    assert not ends_run(run_dir, 4, same[4], 2) and ends_run(run_dir, 5, same[4], 2)
+    scores = Run.read(run_dir).scores
+    assert not ends_run(run_dir, 4, same[4], 2, scores) and ends_run(run_dir, 5, same[4], 2, scores)
     s = replace(s, METHOD="grpo")  # it has no critic
     assert Run.read(make_run(s, "other", metrics=same)).complete(s)
 

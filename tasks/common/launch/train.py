@@ -86,7 +86,7 @@ def sft(s: Settings, seconds: float = 0) -> str:
     """
     run = folder.sft_run(s)
     if run.warmed(s):
-        prune(run.folder, 0)
+        prune(run.folder, 0, {})
         return f"up to date: {run.last} steps"
     _check_ranks(s, run)
     if s.SFT_LOSS and not verl_versions.has_own_trainers(s):
@@ -104,7 +104,7 @@ def sft(s: Settings, seconds: float = 0) -> str:
     plan = sft_plan(s, run, start, demonstrations)
     folder.note(run, "sft", s, start)
     run = execute(plan, seconds)
-    prune(run.folder, 0)  # a resumed trainer does not know the checkpoints of the one that was killed
+    prune(run.folder, 0, {})  # a resumed trainer does not know the checkpoints of the one that was killed
     loss, whole = (run.metrics.get(run.last, {}).get(name, math.nan) for name in ("train/loss", validation.WHOLE))
     early = f", {whole:.3g} nats a demonstration: below SFT_LOSS={s.SFT_LOSS:g}" if run.last < s.SFT_STEPS else ""
     return f"{run.last} steps on {count} demonstrations, loss {loss:.3f}{early}"
@@ -131,7 +131,7 @@ def train(s: Settings, arguments: list[str], number: int, start: str, run: Run, 
     plan = rl_plan(s, run, begins, overrides, number, anyway)
     nodes = cluster.join(s)
     folder.note(run, "rl", s, start, arguments, base_model(begins))
-    prune(run.folder, s.KEEP)  # also a crash's leftovers
+    prune(run.folder, s.KEEP, run.scores)  # also a crash's leftovers
     try:
         run = execute(plan, seconds)
     except StageFailed as error:

@@ -1,13 +1,12 @@
 """A run on disk, read once: its record, its metrics and its whole checkpoints, of which the best stay. DPO writes them
 as verl does."""
 
-import functools
 import json
 import math
 import operator
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -132,8 +131,8 @@ def critic_steps(settings: dict) -> int:
 # ---- which checkpoints stay; called by the trainers of both verls ---------------------------------------------------
 
 
-def prune(run_dir: Path, keep: int) -> None:
-    """Remove all checkpoints except the last whole one and the ``keep`` best of the others.
+def prune(run_dir: Path, keep: int, scores: dict[int, validation.Score]) -> None:
+    """Remove all checkpoints except the last whole one and the ``keep`` best of the others, by their dev ``scores``.
 
     Also removes a crash's leftovers: folders after the last whole checkpoint, half-removed ones. It renames a folder
     before it removes its files, so every folder with a checkpoint's name is whole.
@@ -143,7 +142,7 @@ def prune(run_dir: Path, keep: int) -> None:
         return
     _remove(folder)
     *others, last = steps
-    kept = {last, *validation.ranked(others, _scores(run_dir))[:keep]}
+    kept = {last, *validation.ranked(others, scores)[:keep]}
     for path in folder.glob("global_step_*"):
         step = path.name.removeprefix("global_step_")
         if step.isdigit() and int(step) not in kept:
@@ -156,26 +155,28 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def ends_run(run_dir: Path, step: int, validated: dict, patience: int) -> bool:
-    """Whether PATIENCE ends the run with the validation of ``step``, whose metrics ``validated`` no file has yet."""
+def ends_run(run_dir: Path, step: int, validated: dict, patience: int, scores: dict[int, validation.Score]) -> bool:
+    """Whether PATIENCE ends the run with the validation of ``step``, whose metrics ``validated`` no file has yet, after
+    those with ``scores``."""
     # Later steps on disk belong to a lost launch, and are trained again.
-    done = {number: score for number, score in _scores(run_dir).items() if number < step}
+    done = {number: score for number, score in scores.items() if number < step}
     validation.add(done, step, validated)
     print(f"step {step}: {validation.words(done)}", flush=True)
     return validation.ends_early(done, patience, critic_steps(recorded(run_dir).get("settings", {})))
 
 
-def _scores(run_dir: Path) -> dict[int, validation.Score]:
-    """The dev scores so far, of metrics of which this process, which asks again and again, reads each line once."""
-    metrics, scores = _followed(run_dir)
-    for step, row in metrics.new():
-        validation.add(scores, step, row)
-    return scores
+class Followed:
+    """The metrics of a run for its trainer, which asks again and again: each line is read once, and ``look`` sees it."""
 
+    def __init__(self, run_dir: Path, look: Callable[[int, dict], None] = lambda step, row: None):
+        self.metrics, self.look, self.known = Metrics(run_dir, strict=False), look, {}
 
-@functools.cache
-def _followed(run_dir: Path) -> tuple["Metrics", dict[int, validation.Score]]:
-    return Metrics(run_dir, strict=False), {}
+    def scores(self) -> dict[int, validation.Score]:
+        """The dev scores so far."""
+        for step, row in self.metrics.new():
+            validation.add(self.known, step, row)
+            self.look(step, row)
+        return self.known
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------

@@ -196,14 +196,14 @@ def publish(run_dir: Path, step: int, keep: int) -> None:
     shutil.rmtree(folder / f"global_step_{step}", ignore_errors=True)  # of a killed run, unknown to the tracker
     (folder / f"checkpoint-{step}").rename(folder / f"global_step_{step}")
     write_text(tracker(run_dir), str(step))
-    prune(run_dir, keep)
+    prune(run_dir, keep, {})
 
 
 def remove_unfinished(run_dir: Path, keep: int) -> None:
     """Remove the checkpoints that a killed run left half-written or half-removed."""
     for path in run_dir.glob("checkpoints/checkpoint-*"):
         shutil.rmtree(path)
-    prune(run_dir, keep)
+    prune(run_dir, keep, {})
 
 
 # ---- training

@@ -35,7 +35,7 @@ from verl_tasks.rewards.answers import RewardError
 from verl_tasks.rewards.episode import turn_texts
 from verl_tasks.runs.checkpoint import FirstSave
 from verl_tasks.runs.health import NO_SIGNAL, WITHOUT, Health, abort, aborted_by, no_signal
-from verl_tasks.runs.run import Metrics, ends_run, prune
+from verl_tasks.runs.run import Followed, ends_run, prune
 from verl_tasks.settings import load_settings
 from verl_tasks.text import one_line
 from verl_tasks.verl_plugins import answers, on_policy, one_update, zero_advantage
@@ -132,6 +132,7 @@ class CheckedTrainer(PPOTrainer):
     _complete = 0, None  # the last step that this process trained, and the state of its data then
     _saved = 0
     _first: tuple["Sample", ...] = ()  # the responses of the first steps, until there are NO_SIGNAL
+    _broken = None  # what ABORT_ON says of the last step
     _told = None  # of each episode of this step, by verl's key: its scores, and what was said
 
     @property
@@ -151,8 +152,15 @@ class CheckedTrainer(PPOTrainer):
         return limits
 
     @functools.cached_property
-    def _watched(self) -> tuple[Metrics, Health]:
-        return Metrics(self.run_dir, strict=False), Health(load_settings())
+    def _followed(self) -> Followed:
+        if not os.environ.get("ABORT_ON"):
+            return Followed(self.run_dir)
+        health = Health(load_settings())
+
+        def look(step: int, row: dict) -> None:
+            self._broken = aborted_by(health.findings(step, row), health.s)
+
+        return Followed(self.run_dir, look)
 
     # verl/trainer/ppo/v1/trainer_base.py compares the mode with the literal "sync".
     @property
@@ -171,8 +179,7 @@ class CheckedTrainer(PPOTrainer):
         waits_for(f"the samples and rewards of step {self.global_steps}")
         self.local_trigger_step = 0  # verl's own is still the last step's
         self._first_save.begin()
-        if os.environ.get("ABORT_ON"):
-            self._abort_on_broken_rule()
+        self._abort_on_broken_rule()
         super().on_step_begin()
 
     def _abort_on_broken_rule(self) -> None:
@@ -181,10 +188,8 @@ class CheckedTrainer(PPOTrainer):
         verl skips an optimizer step with a gradient that is not finite (fsdp/transformer_impl.py, optimizer_step), so
         the saved weights are those before it.
         """
-        (metrics, health), broken = self._watched, []
-        for step, row in metrics.new():
-            broken = health.findings(step, row)
-        found = aborted_by(broken, health.s)
+        self._followed.scores()
+        found, self._broken = self._broken, None
         if found and self._complete[0]:  # after a resume: not at once again
             self._save_complete_step()
             abort(self.run_dir, f"ABORT_ON={found}")
@@ -200,12 +205,13 @@ class CheckedTrainer(PPOTrainer):
 
     def _save_checkpoint(self):
         super()._save_checkpoint()
-        prune(self.run_dir, int(os.environ["KEEP"]))
+        prune(self.run_dir, int(os.environ["KEEP"]), self._followed.scores())
         self._saved, self._first_save.saved = self.global_steps, True
 
     def _validate(self):
         found = super()._validate()
-        if ends_run(self.run_dir, self.global_steps, found, int(os.environ["PATIENCE"])):
+        patience, scores = int(os.environ["PATIENCE"]), self._followed.scores()
+        if ends_run(self.run_dir, self.global_steps, found, patience, scores):
             self.total_training_steps = self.global_steps  # verl's loop ends when this step is logged
         return found
 

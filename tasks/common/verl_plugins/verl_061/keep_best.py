@@ -10,7 +10,7 @@ from pathlib import Path
 
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
-from verl_tasks.runs.run import ends_run, prune
+from verl_tasks.runs.run import Followed, ends_run, prune
 from verl_tasks.verl_plugins.expect import expect
 
 expect(
@@ -36,7 +36,7 @@ def _run_dir(trainer) -> Path:
 def save_checkpoint(self) -> None:
     """verl's; then only the best ones and the last stay. verl itself keeps the newest."""
     _save_checkpoint(self)
-    prune(_run_dir(self), int(os.environ["KEEP"]))
+    prune(_run_dir(self), int(os.environ["KEEP"]), self._followed.scores())
 
 
 @functools.wraps(_validate)
@@ -45,14 +45,15 @@ def validate(self) -> dict:
     found, step = _validate(self), self.global_steps
     if step % self.config.trainer.save_freq and step < self.total_training_steps:
         self._save_checkpoint()
-    self._ended = ends_run(_run_dir(self), step, found, int(os.environ["PATIENCE"]))
+    patience, scores = int(os.environ["PATIENCE"]), self._followed.scores()
+    self._ended = ends_run(_run_dir(self), step, found, patience, scores)
     return found
 
 
 @functools.wraps(_fit)
 def fit(self) -> None:
     """verl's; it ends after a step whose validation ended the run."""
-    self._ended = False
+    self._ended, self._followed = False, Followed(_run_dir(self))
 
     def on_batch_end(batch):
         if self._ended:
