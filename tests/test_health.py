@@ -8,9 +8,9 @@ import pytest
 
 from tests.results import metrics
 from tests.test_settings import VALUES
-from verl_tasks.runs.health import findings, newest_by_rule, no_signal
+from verl_tasks.runs.health import Finding, Health, newest_by_rule, no_signal
 from verl_tasks.runs.run import read_metrics
-from verl_tasks.settings import load_settings
+from verl_tasks.settings import Settings, load_settings
 from verl_tasks.verl_plugins.answers import figures
 
 SETTINGS = replace(load_settings(VALUES), MAX_RESPONSE_LENGTH=64, KL_COEF=0.01)
@@ -38,6 +38,10 @@ BAD |= {f"h200-countdown-1.5b-{rate}": {"short", "narrow"} for rate in ("5e-6", 
 
 def real(name: str, machine: str = "h200") -> dict[int, dict]:
     return metrics()[f"{machine}-{name}"]
+
+
+def findings(metrics: dict[int, dict], s: Settings) -> list[Finding]:
+    return Health(s).all(metrics)
 
 
 def found(changes: dict[int, dict], steps: int = 20, **settings) -> list[tuple[str, int]]:

@@ -23,6 +23,7 @@ from verl_tasks.machine.memory import shapes_of
 from verl_tasks.process import Progress, StageFailed
 from verl_tasks.runs import folder, launches
 from verl_tasks.runs.folder import lineage
+from verl_tasks.runs.health import Health
 from verl_tasks.runs.run import Run, export, read_metrics
 from verl_tasks.settings import load_settings
 
@@ -88,7 +89,8 @@ def test_rounds_are_trained_as_planned_skipped_when_done_and_continued_with_more
         (tmp_path / "model" / name).write_text("{}")
     (tmp_path / "model/model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")  # no tensors
     s = replace(settings, INIT="base", MODEL=str(tmp_path / "model"), SELF_PLAY_ROUNDS=2, STEPS=4, TRAIN_SEED=7)
-    seen = []
+    seen, asked, findings = [], [], Health.findings
+    monkeypatch.setattr(Health, "findings", lambda self, step, row: asked.append(step) or findings(self, step, row))
 
     def run(command, *, name, log, total, watch, environment, minutes, seconds):
         assert watch().note == ""
@@ -112,7 +114,7 @@ def test_rounds_are_trained_as_planned_skipped_when_done_and_continued_with_more
     assert train_rounds(s, ["trainer.total_epochs=3"]) == f"up to date: {said}" and len(seen) == 2
     assert train_rounds(replace(s, SELF_PLAY_ROUNDS=1, STEPS=6), ["trainer.total_epochs=3"]) == f"6 steps in {first}"
     assert "resuming from step 4" in capsys.readouterr().out and seen[2][1:4] == (6, "grpo-001.log", "7")
-    assert sorted(read_metrics(first)) == [4, 6]
+    assert sorted(read_metrics(first)) == [4, 6] and asked == [4, 4, 4, 6]  # the rules once in each training
 
 
 @pytest.mark.parametrize("steps", [(), (2, 4)])

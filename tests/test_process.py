@@ -309,7 +309,7 @@ def test_the_bar_shows_a_step_that_logged_a_validation_alone(settings, tmp_path)
     plan.metrics.write_text(f"{line(1, **{'critic/score/mean': 0.25})}\n{validation}\n")
     assert shown(plan) == Progress(2, " reward 0.250, dev 0.500")
     main.closing(settings, [Run.read(tmp_path / "run")])  # adds the times of steps that have none
-    assert not health.findings(read_metrics(tmp_path / "run"), settings)
+    assert not health.Health(settings).all(read_metrics(tmp_path / "run"))
 
 
 def test_each_line_of_the_metrics_is_read_once_by_launcher_and_trainer(settings, tmp_path, monkeypatch):

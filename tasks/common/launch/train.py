@@ -241,9 +241,9 @@ def execute(plan: Plan, seconds: float = 0) -> Run:
     early = after.warmed(s) if plan.name == "SFT" else after.ended_early(s.PATIENCE)
     if after.last < plan.steps and not early:
         raise StageFailed(f"{plan.name} ended without a checkpoint of step {plan.steps}\n  log: {plan.log}")
-    broken = health.findings(after.metrics, s)
-    for finding in health.newest_by_rule(broken):
-        times = sum(finding.rule == each.rule for each in broken)
+    bar.progress()
+    for finding in health.newest_by_rule(bar.broken):
+        times = sum(finding.rule == each.rule for each in bar.broken)
         print(f"  warning: step {finding.step}{f' and {times - 1} before' if times > 1 else ''}: {finding.text}")
     return after
 
@@ -262,7 +262,7 @@ class Bar:
         before = plan.run.saved
         self.plan, self.lines, self.health = plan, NewLines(plan.metrics), health.Health(plan.settings)
         self.scores = validation.scores(before)
-        self.broken = [found for step, row in before.items() for found in self.health.findings(step, row)]
+        self.broken = self.health.all(before)
         self.value, self.steps, self.seconds = "-", 0, 0.0
         self.shown = Progress(plan.run.last)
 
@@ -271,7 +271,7 @@ class Bar:
         first."""
         (name, key), last = self.plan.shown, None
         for last, row in numbers(self.lines, strict=False):
-            self.broken = self.health.findings(last, row) or self.broken
+            self.broken += self.health.findings(last, row)
             validation.add(self.scores, last, row)
             self.value = f"{row[key]:.3f}" if key in row else self.value  # a step may have logged a validation alone
             self.steps, self.seconds = self.steps + ("timing_s/step" in row), self.seconds + row.get("timing_s/step", 0)

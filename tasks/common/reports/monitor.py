@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 
 from verl_tasks.evaluation.summary import Difference
 from verl_tasks.evaluation.tables import outcome
@@ -26,11 +25,10 @@ from verl_tasks.files import NewLines
 from verl_tasks.leftovers import interrupt_on_sigterm
 from verl_tasks.machine import hardware
 from verl_tasks.process import errors_in_one_line
-from verl_tasks.reports.overview import evaluations, settings_of
+from verl_tasks.reports.overview import evaluations, rules_of, settings_of
 from verl_tasks.reports.samples import Sample, of_evaluation, of_step
 from verl_tasks.runs import validation
 from verl_tasks.runs.folder import all_runs, readable
-from verl_tasks.runs.health import Health
 from verl_tasks.runs.run import Metrics, recorded
 from verl_tasks.runs.secrets import masked_values
 from verl_tasks.settings import Command, SettingsError, artifacts, load_settings
@@ -50,7 +48,7 @@ class Shown:
 
     def __init__(self, run_dir: Path):
         self.run_dir, self.metrics, self.gpus = run_dir, Metrics(run_dir), NewLines(run_dir / "gpu.jsonl")
-        self.health, self.fired = Health(SimpleNamespace(**recorded(run_dir)["settings"])), set()
+        self.health, self.fired = rules_of(recorded(run_dir)), set()
         self.rows, self.step, self.unseen = {}, -math.inf, []  # new metrics, the last step, its samples to come
         self.state, self.evaluated = [], {}
         # New: each thing under its part, its step or time, and what else tells it from others.

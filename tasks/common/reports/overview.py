@@ -7,11 +7,13 @@ import sys
 import time
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 from verl_tasks.files import read_json
 from verl_tasks.process import errors_in_one_line
 from verl_tasks.runs import launches
 from verl_tasks.runs.folder import UNREADABLE, all_runs, broken_runs, named, readable
+from verl_tasks.runs.health import Health
 from verl_tasks.runs.run import read_metrics, recorded
 from verl_tasks.settings import SettingsError, artifacts
 from verl_tasks.text import one_line, show
@@ -53,6 +55,11 @@ def _check_summary(file: Path, summary: dict) -> None:
     except UNREADABLE as error:
         what = one_line(f"{type(error).__name__}: {error}", 80)
         raise SettingsError(f"{file}: is no summary of an evaluation ({what}); correct or remove it") from error
+
+
+def rules_of(made: dict) -> Health:
+    """The health rules of the run with the record ``made``, whose settings may be another version's."""
+    return Health(SimpleNamespace(**made["settings"]))
 
 
 def started(run_dir: Path) -> float:

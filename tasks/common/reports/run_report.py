@@ -9,7 +9,6 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from types import SimpleNamespace
 
 import jinja2
 
@@ -20,11 +19,11 @@ from verl_tasks.evaluation.tables import comparison_table, outcome, sizes
 from verl_tasks.files import read_json, write_text
 from verl_tasks.models.find import EMBEDDED, embedded_folder
 from verl_tasks.process import errors_in_one_line
-from verl_tasks.reports.overview import HEADER, evaluations, row, started
+from verl_tasks.reports.overview import HEADER, evaluations, row, rules_of, started
 from verl_tasks.reports.samples import Sample, of_evaluation, of_step
 from verl_tasks.runs import launches
 from verl_tasks.runs.folder import all_runs, lineage, named, readable
-from verl_tasks.runs.health import findings, newest_by_rule
+from verl_tasks.runs.health import newest_by_rule
 from verl_tasks.runs.run import Metrics, Run, read_metrics, recorded
 from verl_tasks.runs.secrets import masked, masked_values
 from verl_tasks.settings import ROOT, SettingsError, artifacts, load_settings
@@ -153,10 +152,10 @@ def curves(metrics: dict[int, dict]) -> Section:
 
 
 def health(made: dict, metrics: dict[int, dict]) -> Section:
-    """What the rules of `make train` find in the metrics. The settings may be another version's."""
+    """What the rules of `make train` find in the metrics."""
     if made["kind"] == "sft":
         return Section("Health", ["the rules are about RL; this is a warm-up"])
-    found = findings(metrics, SimpleNamespace(**made["settings"]))
+    found = rules_of(made).all(metrics)
     if not found:
         return Section("Health", ["no rule fired (docs/RUNS.md)"])
     times = Counter(each.rule for each in found)

@@ -83,11 +83,9 @@ class Health:
         rules = {name: globals()[f"_{name}"](rows[-1], rows, self.s) for name in HEALTH_RULES}
         return [Finding(name, step, text) for name, texts in rules.items() for text in texts]
 
-
-def findings(metrics: dict[int, dict], s: Settings) -> list[Finding]:
-    """Findings in ``metrics`` (``runs.read_metrics``: by step, in order) of a training with ``s``."""
-    health = Health(s)
-    return [found for step, row in metrics.items() for found in health.findings(step, row)]
+    def all(self, metrics: dict[int, dict]) -> list[Finding]:
+        """Findings in ``metrics`` (``runs.read_metrics``: by step, in order)."""
+        return [found for step, row in metrics.items() for found in self.findings(step, row)]
 
 
 class AbortedError(RuntimeError):

@@ -166,7 +166,7 @@ def ends_run(run_dir: Path, step: int, validated: dict, patience: int, scores: d
 
 
 class Followed:
-    """The metrics of a run for its trainer, which asks again and again: each line is read once, and ``look`` sees it."""
+    """A run's metrics for its trainer, which asks again and again: each line is read once, and ``look`` sees it."""
 
     def __init__(self, run_dir: Path, look: Callable[[int, dict], None] = lambda step, row: None):
         self.metrics, self.look, self.known = Metrics(run_dir, strict=False), look, {}

@@ -181,7 +181,7 @@ class AbortOn(TrainerCallback):
 
     def on_log(self, args, state, control, logs, **_):
         row = {f"train/{name}": logs[name] for name in ("loss", "grad_norm") if name in logs}
-        self.finding = self.finding or health.aborted_by(health.findings({state.global_step: row}, self.s), self.s)
+        self.finding = self.finding or health.aborted_by(health.Health(self.s).findings(state.global_step, row), self.s)
         if self.finding:
             control.should_training_stop = True
             control.should_save = False
