@@ -426,6 +426,15 @@ def test_the_table_has_a_line_for_each_run_the_newest_first(settings):
     assert len(starts) == 1
 
 
+def test_the_table_reads_each_summary_once(settings, monkeypatch):
+    """500 runs had taken 10 s: each had read the summaries of all."""
+    for name in ("a", "b", "c"):
+        evaluate(make_run(settings, name, metrics={1: {}}), 10, 0.5)
+    read, read_json = [], overview.read_json
+    monkeypatch.setattr(overview, "read_json", lambda file: read.append(file) or read_json(file))
+    assert overview.table().count(" 0.500 ") == 3 == len(read) == len(set(read))
+
+
 @pytest.mark.parametrize(
     ("file", "text", "why"),
     [

@@ -12,7 +12,7 @@ from verl_tasks.files import folder_beside, read_json, write_json, write_text
 from verl_tasks.models.find import EMBEDDED, damage, embedded_folder, is_hub_id, whole_model
 from verl_tasks.models.merge import base_of, is_adapter
 from verl_tasks.reports import run_report
-from verl_tasks.reports.overview import evaluations, step_of
+from verl_tasks.reports.overview import checkpoint_of, evaluations
 from verl_tasks.reports.run_report import Section, Table
 from verl_tasks.rewards.answers import number
 from verl_tasks.runs import launches
@@ -82,7 +82,7 @@ def export(s: Settings, command: Command, run_dir: Path, model: str) -> str:
     source = Path(whole_model(model) if command.MERGE else model)
     if not is_adapter(source) and (problem := damage(source)):
         raise SettingsError(f"{source}: {problem}; take another STEP")
-    start, step = run_report.began_with(run_dir)["base"], step_of(model, run_dir)
+    start, step = run_report.began_with(run_dir)["base"], (checkpoint_of(model) or [None])[-1]
     base = base_id(s, command, base_of(source) if is_adapter(source) else start)
     with folder_beside(output) as partial:
         for file in sorted({file for pattern in PARTS for file in source.glob(pattern) if file.is_file()}):

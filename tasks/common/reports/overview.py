@@ -1,10 +1,13 @@
 """`make runs`: a table of all runs. `make diff RUN=a,b`: what differs between two, in settings and results."""
 
+import functools
 import math
 import os
 import re
 import sys
 import time
+from collections import defaultdict
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,26 +28,32 @@ SHOWN = (REWARD, "train/loss", "dpo/rewards/accuracies", "actor/entropy", "actor
 ERROR = "error: "
 
 
-def step_of(model: str, run_dir: Path) -> int | None:
-    """The step of ``run_dir``'s checkpoint that the path ``model`` names, or None. artifacts/ may have been moved."""
-    place = rf"/runs/{re.escape(run_dir.parent.name)}/{re.escape(run_dir.name)}/checkpoints/global_step_(\d+)/"
-    found = re.search(place, f"{model}/")
-    return int(found[1]) if found else None
+def checkpoint_of(model: str) -> tuple[str, str, int] | None:
+    """Task, run and step of the checkpoint that the path ``model`` names, or None. artifacts/ may have been moved."""
+    found = re.search(r"/runs/([^/]+)/([^/]+)/checkpoints/global_step_(\d{1,18})/", f"{model}/")
+    return (found[1], found[2], int(found[3])) if found else None
 
 
-def evaluations(run_dir: Path, of: int | None = None) -> list[tuple[int, Path, dict]]:
-    """Step, summary.json and its content of each `make eval` of a run's checkpoints (``of``: of that step alone), by
-    step, prompts and time: a look with LIMIT replaces no whole one.
+def summaries(task: str) -> dict[str, list[tuple[int, Path, dict]]]:
+    """Step, summary.json and its content of each `make eval` of a checkpoint of ``task``, by its run's name."""
+    found = defaultdict(list)
+    for file in (artifacts() / "eval" / task).glob("*/summary.json"):
+        summary = read_json(file)
+        # A rescored file has "rollouts of FILE" as its model; the original's summary counts.
+        if (made := checkpoint_of(summary.get("model", ""))) and made[0] == task:
+            found[made[1]].append((made[2], file, summary))
+    return found
+
+
+def evaluations(run_dir: Path, of: int | None = None, read: Callable = summaries) -> list[tuple[int, Path, dict]]:
+    """A run's of the ``summaries`` that ``read`` gives (``of``: of that step alone), by step, prompts and time: a look
+    with LIMIT replaces no whole one.
 
     Raises SettingsError for a summary that has not the form of one: a run may come from elsewhere.
     """
-    found = []
-    for file in (artifacts() / "eval" / run_dir.parent.name).glob("*/summary.json"):
-        summary = read_json(file)
-        # A rescored file has "rollouts of FILE" as its model; the original's summary counts.
-        if (step := step_of(str(summary.get("model", "")), run_dir)) is not None and of in (None, step):
-            _check_summary(file, summary)
-            found.append((step, file, summary))
+    found = [each for each in read(run_dir.parent.name).get(run_dir.name, []) if of in (None, each[0])]
+    for _, file, summary in found:
+        _check_summary(file, summary)
     return sorted(found, key=lambda each: (each[0], each[2]["prompts"], each[1].stat().st_mtime))
 
 
@@ -77,13 +86,15 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
 
 
-def row(run_dir: Path) -> list[str]:
-    """A run's line of the table, in the order of HEADER."""
+def row(run_dir: Path, read: Callable = summaries) -> list[str]:
+    """A run's line of the table, in the order of HEADER; ``read`` as of ``evaluations``."""
     made, metrics = recorded(run_dir), read_metrics(run_dir)
     settings, warm_up = made["settings"], made["kind"] == "sft"
     model = settings["MODEL"]
     rewards = [data[REWARD] for data in metrics.values() if REWARD in data]
-    accuracies = [s["metrics"]["accuracy"]["value"] for *_, s in evaluations(run_dir) if "accuracy" in s["metrics"]]
+    accuracies = [
+        s["metrics"]["accuracy"]["value"] for *_, s in evaluations(run_dir, read=read) if "accuracy" in s["metrics"]
+    ]
     seconds = sum(data.get("timing_s/step", 0.0) for data in metrics.values())
     return [
         run_dir.name,
@@ -108,10 +119,11 @@ def table(task: str = "") -> str:
     """The runs of ``task`` (empty: of every task), the newest first; then an error: line for each broken run."""
     rows = []
     broken = [f"{ERROR}{run}/settings.json is no record of a run: {why}" for run, why in broken_runs(task).items()]
+    read = functools.cache(summaries)
     for run_dir in all_runs(task):
         try:
             with readable(run_dir):
-                rows.append((started(run_dir), [one_line(str(cell), 80) for cell in row(run_dir)]))
+                rows.append((started(run_dir), [one_line(str(cell), 80) for cell in row(run_dir, read)]))
         except SettingsError as error:
             broken.append(f"{ERROR}{error}")
     if not rows and not broken:
