@@ -330,13 +330,37 @@ def test_an_argument_of_another_type_than_its_default_is_refused(argument, said)
         "actor_rollout_ref.rollout.max_model_len=8192.5",
         f"{ACTOR}.ulysses_sequence_parallel_size=0",
         f"{ACTOR}.ppo_micro_batch_size_per_gpu=0",
+        "data.max_response_length=-8",
+        "actor_rollout_ref.rollout.agent.num_workers=0",
+        "trainer.total_epochs=0",
     ],
 )
 def test_a_count_of_nothing_is_refused(argument):
-    said = f"{re.escape(argument)}: must be a whole number above 0"
+    refused(argument, f"{argument}: must be a whole number above 0")
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("rollout.temperature=-1", "must be above 0"),
+        ("rollout.temperature=0", "must be above 0"),
+        ("rollout.top_p=0", "must be above 0, at most 1"),
+        ("rollout.gpu_memory_utilization=2", "must be above 0, at most 1"),
+        ("rollout.val_kwargs.top_p=1.5", "must be above 0, at most 1"),
+        ("rollout.val_kwargs.temperature=-1", "must be 0 or above"),
+        ("actor.optim.lr=-1", "must be above 0"),
+        ("rollout.name=sglang", "all stacks sample with vLLM; leave it out"),
+    ],
+)
+def test_a_value_that_only_an_engine_would_refuse_is_refused_at_once(argument, said):
+    named = f"ARGS: {argument}" if "sglang" in argument else f"actor_rollout_ref.{argument}"
+    refused(f"actor_rollout_ref.{argument}", f"{named}: {said}")
+
+
+def refused(argument: str, said: str) -> None:
     ours = verl_config.rl_overrides(settings_of("countdown"), "some/model", Path("/r"))
     config = verl_config.compose("ppo_trainer", ours, arguments=[argument])
-    with pytest.raises(SettingsError, match=f"^{said}$"):
+    with pytest.raises(SettingsError, match=f"^{re.escape(said)}$"):
         verl_checks.check_composed(config)
 
 

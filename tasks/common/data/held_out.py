@@ -33,7 +33,9 @@ def check_disjoint(train_file: Path, held_out: Iterable[Path]) -> None:
 def check_pairs(pairs_file: Path, held_out: Iterable[Path], columns: dict[str, str] | None = None) -> None:
     """The same of the prompts of PAIRS_FILE."""
     pairs = (pair for _, pair in read_pairs(pairs_file, columns) if pair)
-    _check(f"PAIRS_FILE={pairs_file}", (_digests(posed(asked(pair.messages()), pair.tools)) for pair in pairs), held_out)
+    _check(
+        f"PAIRS_FILE={pairs_file}", (_digests(posed(asked(pair.messages()), pair.tools)) for pair in pairs), held_out
+    )
 
 
 def _check(file: str, problems: Iterable[Iterable[bytes]], held_out: Iterable[Path]) -> None:

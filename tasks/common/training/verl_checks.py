@@ -6,27 +6,31 @@ from itertools import chain
 from verl_tasks.machine.memory import PROMPTS_ONCE
 from verl_tasks.settings import SettingsError, batch_problems, token_problems
 
+ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 COUNTS = [f"data.{name}" for name in ("train_batch_size", "max_prompt_length", "max_response_length")]
-COUNTS += [f"actor_rollout_ref.rollout.{name}" for name in ("n", "prompt_length", "response_length")]
-COUNTS += ["actor_rollout_ref.rollout.tensor_model_parallel_size", "trainer.n_gpus_per_node", "trainer.nnodes"]
-COUNTS += [f"actor_rollout_ref.actor.{name}" for name in ("ppo_mini_batch_size", "ppo_max_token_len_per_gpu")]
-COUNTS += ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"]
-COUNTS += ["actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"]
-COUNTS += ["actor_rollout_ref.rollout.max_model_len"]
+COUNTS += ["trainer.n_gpus_per_node", "trainer.nnodes", "trainer.total_epochs", f"{ACTOR}.ppo_epochs"]
+COUNTS += [f"{ROLLOUT}.{name}" for name in ("n", "prompt_length", "response_length", "val_kwargs.n", "max_num_seqs")]
+COUNTS += [f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.agent.num_workers", f"{ROLLOUT}.max_model_len"]
+COUNTS += [f"{ROLLOUT}.max_num_batched_tokens", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"]
+COUNTS += [f"{ACTOR}.ppo_{name}" for name in ("mini_batch_size", "micro_batch_size_per_gpu", "max_token_len_per_gpu")]
+ABOVE_0 = [f"{ROLLOUT}.temperature", f"{ACTOR}.grad_clip", f"{ACTOR}.optim.lr"]
+SHARES = [f"{ROLLOUT}.{name}" for name in ("top_p", "val_kwargs.top_p", "gpu_memory_utilization")]
 
 
 def check_composed(config) -> None:
     """Raise SettingsError for what of ``config`` ("ppo_trainer") verl would refuse late, or silently not do."""
-    checks = (_not_fsdp, _no_counts, _without_effect, _indivisible, _apart, _too_few_cpus)
+    checks = (_not_ours, _out_of_range, _without_effect, _indivisible, _apart, _too_few_cpus)
     for problem in chain.from_iterable(each(config) for each in checks):
         raise SettingsError(problem)
 
 
-def _not_fsdp(config) -> Iterator[str]:
+def _not_ours(config) -> Iterator[str]:
     policy = config.actor_rollout_ref
     for name, group in (("actor", policy.actor), ("ref", policy.ref), ("critic", config.critic)):
         if group.strategy not in ("fsdp", "fsdp2"):
             yield f"ARGS: {name}.strategy={group.strategy}: all stacks train with FSDP; leave it out"
+    if policy.rollout.name != "vllm":
+        yield f"ARGS: rollout.name={policy.rollout.name}: all stacks sample with vLLM; leave it out"
 
 
 def _too_few_cpus(config) -> Iterator[str]:
@@ -49,15 +53,21 @@ def samplers(config) -> int:
     return 0 if policy.hybrid_engine else policy.rollout.nnodes * policy.rollout.n_gpus_per_node
 
 
-def _no_counts(config) -> Iterator[str]:
-    """Values that verl divides by, or by which it ends late."""
+def _out_of_range(config) -> Iterator[str]:
+    """Values that verl divides by, or by which it or vLLM ends late."""
     from omegaconf import OmegaConf
 
-    values = [(key, OmegaConf.select(config, key)) for key in COUNTS]
-    values += [(key, shared) for key, shared, _ in sequence_parallel(config)]
-    for key, value in values:
-        if value is not None and (not isinstance(value, int) or value < 1):  # ARGS may be null where verl's own are
-            yield f"{key}={value}: must be a whole number above 0"
+    counts = [*COUNTS, *(key for key, *_ in sequence_parallel(config))]
+    for keys, wanted, holds in (
+        (counts, "a whole number above 0", lambda value: isinstance(value, int) and value > 0),
+        (ABOVE_0, "above 0", lambda value: value > 0),
+        (SHARES, "above 0, at most 1", lambda value: 0 < value <= 1),
+        ([f"{ROLLOUT}.val_kwargs.temperature"], "0 or above", lambda value: value >= 0),
+    ):
+        for key in keys:
+            value = OmegaConf.select(config, key)
+            if value is not None and not holds(value):  # ARGS may be null where verl's own are
+                yield f"{key}={value}: must be {wanted}"
 
 
 def sequence_parallel(config) -> list[tuple[str, int, Mapping]]:
