@@ -170,6 +170,16 @@ def test_a_model_that_no_training_loads_is_an_error(change, said, small_model, t
     assert len(found) == bool(said) and (not said or re.search(said, found[0])), found
 
 
+@pytest.mark.parametrize(("init", "refused"), [("base", False), ("sft", True)])
+def test_arguments_that_name_the_layers_take_an_adapter_where_not_every_layer_does(
+    init, refused, small_model, tmp_path
+):
+    folder = model_folder(tmp_path / "model", EMBEDDED_CONFIG | {"model_type": "falcon_h1"}, small_model)
+    s = task_settings("countdown", {"MODEL": str(folder), "LORA_RANK": "4", "INIT": init})
+    named = ["actor_rollout_ref.model.target_modules=[q_proj,v_proj]"]
+    assert len([*doctor.model(s, named)]) == refused and len([*doctor.model(s, ["trainer.total_epochs=3"])]) == 1
+
+
 def test_the_families_without_an_adapter_are_those_that_peft_refuses():
     from peft import LoraConfig
     from peft.tuners.tuners_utils import _check_lora_target_modules_mamba as check
@@ -817,7 +827,7 @@ SHARED = {"MODEL": "Qwen/Qwen2.5-3B-Instruct", "MAX_TOKENS_PER_GPU": "16384", "G
 def of_an_experiment(monkeypatch):
     """What is found of the memory of so many trainings at a time, of methods and two seeds, on so many A100-80G."""
     monkeypatch.setattr(memory, "shapes_of", lambda model: shapes(CONFIGS[model]))
-    monkeypatch.setattr(doctor, "model", lambda s: [])
+    monkeypatch.setattr(doctor, "model", lambda *_: [])
     monkeypatch.setattr(hardware, "ram", lambda: (2e12, 2e12))
     for name in ("disk", "packages", "ray", "judge", "reward", "data", "lengths"):
         monkeypatch.setattr(doctor, name, lambda *_: [])

@@ -402,7 +402,7 @@ def _said(result: dict) -> str:
     return f"{verb} (log-probs off by {result['nats']:.2g} nats, {', '.join(others)})"
 
 
-def model(s: Settings) -> Iterator[Finding]:
+def model(s: Settings, arguments: Sequence[str] = ()) -> Iterator[Finding]:
     if s.MODEL == "embedded":
         return
     try:
@@ -411,10 +411,10 @@ def model(s: Settings) -> Iterator[Finding]:
     except SettingsError as problem:
         yield error("model", str(problem), "set MODEL")
         return
-    yield from untrainable(s)
+    yield from untrainable(s, arguments)
 
 
-def untrainable(s: Settings) -> Iterator[Finding]:
+def untrainable(s: Settings, arguments: Sequence[str] = ()) -> Iterator[Finding]:
     """Weights that no training updates, a family that transformers has no class of, and one that takes no adapter."""
     with suppress(ValueError):  # neither a folder nor a hub id
         config = read_json(memory.config_file(base_model(s.MODEL)) or Path())
@@ -422,9 +422,11 @@ def untrainable(s: Settings) -> Iterator[Finding]:
         if config.get("quantization_config"):
             text = f"MODEL={s.MODEL}: its weights are quantized"
             yield error("model", text, "take the model that they were made from")
-        if s.LORA_RANK and kind in WITHOUT_LORA:
+        named = s.INIT == "base" and any("model.target_modules=[" in argument for argument in arguments)
+        if s.LORA_RANK and kind in WITHOUT_LORA and not named:  # the warm-up takes no ARGS
             text = f"LORA_RANK={s.LORA_RANK}: peft puts no adapter on every layer of model_type={kind}"
-            yield error("model", text, "set LORA_RANK=0, or take another MODEL")
+            some = "or INIT=base ARGS='actor_rollout_ref.model.target_modules=[q_proj,v_proj]'"
+            yield error("model", text, f"set LORA_RANK=0, {some}")
         if kind not in memory.PLAIN:
             from transformers import CONFIG_MAPPING
 
@@ -454,7 +456,7 @@ def findings(
     ``checkpoint_sizes``."""
     smi = hardware.nvidia() if s.STACK != "cpu" else None
     started = time.monotonic()  # without a driver that is slow to start
-    wrong = list(model(s))
+    wrong = list(model(s, arguments))
     continued = stage_of(stage).trains
     at_once = jobs_of(s, runs, jobs)
     sizes = checkpoint_sizes(s, runs, jobs, arguments, continued)

@@ -76,7 +76,7 @@ def before(s: Settings, composed: Settings, arguments: list[str], target: Target
     real = replace(s, WANDB=0, LOGGER="")  # what is installed here says nothing of them
     machine = {"found": hardware.Nvidia("", "", there), "ram": (math.inf, 0), "composed": composed}
     found += memory_checks.batches_and_memory(real, arguments, "train", **machine)
-    return [*found, *doctor.untrainable(s), *doctor.numbers(s), disk(s, arguments, command)]
+    return [*found, *doctor.untrainable(s, arguments), *doctor.numbers(s), disk(s, arguments, command)]
 
 
 def tokens(s: Settings, tokenizer) -> Iterator[Finding]:
