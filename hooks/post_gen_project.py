@@ -15,6 +15,14 @@ method = {{ cookiecutter.method | jsonify }}  # fmt: skip
 turns = {{ cookiecutter.turns | jsonify }}  # fmt: skip
 
 
+def say(text):
+    """Print ``text``. A reader that has seen enough, as `head` has, must not undo the task that is written."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def project_above(folder):
     """The clone of the library or the project that contains ``folder``; None if there is none."""
     above = (folder, *folder.parents)
@@ -55,7 +63,7 @@ def write_project(project):
             target = project / re.sub("^git(hub|ignore)", r".git\1", str(name))  # a dot would hide it from a wheel
             target.parent.mkdir(parents=True, exist_ok=True)
             if target.exists():
-                print(f"kept {target.relative_to(project)}, which is here already; the template has\n{text}")
+                say(f"kept {target.relative_to(project)}, which is here already; the template has\n{text}")
             else:
                 target.write_text(text)
 
@@ -91,7 +99,7 @@ home = project / "tasks" / task
 if project.resolve() != Path(os.environ.get("PWD", "")).resolve():
     first = f"cd {shlex.quote(str(project))}"
 
-print(f"wrote {home.relative_to(project)}\n")
+say(f"wrote {home.relative_to(project)}\n")
 data = {
     "generate": "where the problems come from: generate()",
     "hub": "the data set (HUB_DATASET), its columns, and the prompt",
@@ -100,19 +108,19 @@ data = {
     "verifiers": "",
     "openenv": "",
 }[source]
-print(f"fill in   prepare_data.py   {data}" if data else "fill in   environment.py    the settings of the environment (CONFIG)")
+say(f"fill in   prepare_data.py   {data}" if data else "fill in   environment.py    the settings of the environment (CONFIG)")
 own = {"json": ": SCHEMA", "judge": ": RUBRIC"}.get(reward, "")
 if turns == "endpoint":
-    print("          agent.py          the program that solves a row, and its score (test_environment.py, examples.jsonl check it)")
+    say("          agent.py          the program that solves a row, and its score (test_environment.py, examples.jsonl check it)")
 elif turns == "multi" and source == "generate":
-    print("          environment.py    the tools, and what follows a message (test_environment.py, examples.jsonl check it)")
+    say("          environment.py    the tools, and what follows a message (test_environment.py, examples.jsonl check it)")
 elif reward != "environment" and turns == "single":
-    print(f"          reward.py         when a response is right{own} (test_reward.py, examples.jsonl check it)")
+    say(f"          reward.py         when a response is right{own} (test_reward.py, examples.jsonl check it)")
 judge = "export JUDGE_URL=http://localhost:8000/v1 JUDGE_MODEL=name    # the model that judges: docs/JUDGE.md"
 trains = {"hub": "downloads the data", "verifiers": "installs the environment", "openenv": "installs OpenEnv's client"}.get(source, "trains as it is")
 train = f"make train TASK={task}    # {trains}"
 if method == "distill":
     train = f"make train TASK={task} TEACHER=name    # {trains}; TEACHER: a larger model with MODEL's tokenizer"
-print("\nnext")
+say("\nnext")
 for line in filter(None, [first, reward == "judge" and judge, train]):
-    print(f"  {line}")
+    say(f"  {line}")

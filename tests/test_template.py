@@ -19,7 +19,18 @@ from cookiecutter import main
 from jinja2 import Environment
 
 import tasks
-from tests.helpers import ROOT, TASKS, cookiecutter, copy_of_checkout, exported, make, stacks, task_settings
+from tests.helpers import (
+    MAKE,
+    ROOT,
+    TASKS,
+    cookiecutter,
+    copy_of_checkout,
+    exported,
+    make,
+    outside_make,
+    stacks,
+    task_settings,
+)
 from verl_tasks.data import prepare
 from verl_tasks.launch import memory_checks
 from verl_tasks.machine import hardware, memory
@@ -143,6 +154,15 @@ def test_a_new_task_needs_no_home_folder(checkout, monkeypatch):
         assert result.returncode == 0 and tree(checkout / "tasks/homeless") == FILES, result.stdout
     finally:
         shutil.rmtree(checkout / "tasks/homeless", ignore_errors=True)
+
+
+def test_a_reader_that_has_seen_enough_does_not_undo_the_new_task(checkout):
+    piped = ["bash", "-o", "pipefail", "-c", f"{' '.join(MAKE)} new TASK=piped | head -n 0"]
+    done = subprocess.run(piped, cwd=checkout, env=outside_make(), capture_output=True, text=True)
+    try:
+        assert (done.returncode, done.stderr) == (0, "") and tree(checkout / "tasks/piped") == FILES
+    finally:
+        shutil.rmtree(checkout / "tasks/piped", ignore_errors=True)
 
 
 def test_a_projects_pin_has_no_password_of_the_clones_remote(own_home, tmp_path):
