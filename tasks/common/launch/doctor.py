@@ -425,8 +425,8 @@ def untrainable(s: Settings, arguments: Sequence[str] = ()) -> Iterator[Finding]
         named = s.INIT == "base" and any("model.target_modules=[" in argument for argument in arguments)
         if s.LORA_RANK and kind in WITHOUT_LORA and not named:  # the warm-up takes no ARGS
             text = f"LORA_RANK={s.LORA_RANK}: peft puts no adapter on every layer of model_type={kind}"
-            some = "or INIT=base ARGS='actor_rollout_ref.model.target_modules=[q_proj,v_proj]'"
-            yield error("model", text, f"set LORA_RANK=0, {some}")
+            some = "INIT=base and layers in ARGS (verl's model.target_modules)"
+            yield error("model", text, f"set LORA_RANK=0, or {some}")
         if kind not in memory.PLAIN:
             from transformers import CONFIG_MAPPING
 
