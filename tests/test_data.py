@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_tasks import rows
+from verl_tasks.data import held_out as held_out_module
 from verl_tasks.data import split
 from verl_tasks.data.held_out import check_disjoint, check_pairs
 from verl_tasks.data.records import Records
@@ -292,7 +293,7 @@ def test_pairs_on_held_out_prompts_are_refused(tmp_path):
     check_pairs(file, held_out)
 
 
-def test_a_held_out_question_with_another_system_message_or_none_is_refused(tmp_path):
+def test_pairs_without_the_system_message_of_a_held_out_prompt_are_refused(tmp_path):
     held_out = tmp_path / "test.parquet"
     write_parquet([rl_row("toy", chat("say 3", "Be brief."), "1", "test", 0)], held_out, rl_schema())
     file = tmp_path / "pairs.jsonl"
@@ -302,8 +303,18 @@ def test_a_held_out_question_with_another_system_message_or_none_is_refused(tmp_
     with pytest.raises(DataError, match=r"1 of its prompts are in test\.parquet; remove them"):
         check_disjoint(write_rows(tmp_path / "own.parquet", ["say 3"]), [held_out])
     file.write_text(json.dumps({"prompt": "say 3", "system": "Shout.", "chosen": "a", "rejected": "b"}))
-    with pytest.raises(DataError, match=r"1 of its prompts are in test\.parquet; remove them"):
-        check_pairs(file, [held_out])
+    check_pairs(file, [held_out])  # another task's row may differ in that alone
+
+
+def test_a_held_out_row_without_a_system_message_is_digested_once(tmp_path, monkeypatch):
+    digested = []
+    posed = held_out_module.posed
+    monkeypatch.setattr(held_out_module, "posed", lambda *told: digested.append(told) or posed(*told))
+    held_out = tmp_path / "test.parquet"
+    rows = [rl_row("toy", chat(f"say {n}", system), "1", "test", n) for n, system in enumerate(["Be brief.", None])]
+    write_parquet(rows, held_out, rl_schema())
+    check_disjoint(write_rows(tmp_path / "own.parquet", ["say 5"]), [held_out])
+    assert len(digested) == 1 + 2 + 1  # of the file, of the row with a system message and without it, of the other
 
 
 TWINS = ["say  caf\u00e9", "say cafe\u0301", " say caf\u00e9\r\n", "say\u00a0caf\u00e9"]

@@ -76,15 +76,6 @@ def test_a_system_message_in_place_of_the_tasks_is_said(folder):
     assert "system" not in prepare(settings_for(), {"toy": lambda s: iter(own[7:] + examples(40))})["note"]
 
 
-def test_a_question_with_several_system_messages_is_on_one_side(folder):
-    said = ("Sing.", None, "Be brief.")
-    own = (Example(chat(f"say {n}", system), str(n), system="Be brief.") for n in range(999) for system in said)
-    prepare(settings_for(TEST_SIZE=20), {"toy": lambda s: own})
-    test, train = (read_rows(folder / f"{side}.parquet") for side in ("test", "train"))
-    asked = [{row["prompt"][1]["content"] for row in rows} for rows in (test, train)]
-    assert min(map(len, asked)) > 6 and asked[0].isdisjoint(asked[1])
-
-
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The data folder of the task."""

@@ -146,11 +146,6 @@ def normalized(value):
     return [normalized(each) for each in value] if isinstance(value, list) else value
 
 
-def asked(messages: list[dict]) -> list[dict]:
-    """``messages`` without the system message, which others often have in another wording, if any is left."""
-    return [message for message in messages if message["role"] != "system"] or messages
-
-
 def posed(messages: list[dict], tools: list[dict] | None) -> str:
     """One text for all prompts that pose the same problem."""
     return json.dumps(normalized([messages, tools]), sort_keys=True)

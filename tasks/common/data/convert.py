@@ -84,7 +84,7 @@ def convert(options: argparse.Namespace) -> dict:
     examples = prepare.Examples(parts, made)
 
     def identity(e: Example) -> tuple[str, str]:
-        return prepare.question(e), rows.posed([e.prompt, None if kind == "rl" else e.ground_truth], None)
+        return prepare.prompt_text(e), "" if kind == "rl" else rows.posed([e.ground_truth], None)
 
     def needs_tools(e: Example) -> bool:
         return prepare.needs_tools(e) or (kind == "sft" and "tool_calls" in e.ground_truth)

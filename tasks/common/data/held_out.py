@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from verl_tasks.data.pairs import pairs_columns, read_pairs
-from verl_tasks.rows import DataError, asked, decoded, normalized, posed, read_rows, tools_of
+from verl_tasks.rows import DataError, decoded, normalized, posed, read_rows, tools_of
 from verl_tasks.settings import Settings
 
 HELD_OUT = ("dev", "test")  # files of the data folder
@@ -33,16 +33,17 @@ def check_disjoint(train_file: Path, held_out: Iterable[Path]) -> None:
 def check_pairs(pairs_file: Path, held_out: Iterable[Path], columns: dict[str, str] | None = None) -> None:
     """The same of the prompts of PAIRS_FILE."""
     pairs = (pair for _, pair in read_pairs(pairs_file, columns) if pair)
-    _check(
-        f"PAIRS_FILE={pairs_file}", (_digests(posed(asked(pair.messages()), pair.tools)) for pair in pairs), held_out
-    )
+    _check(f"PAIRS_FILE={pairs_file}", (_digests(posed(pair.messages(), pair.tools)) for pair in pairs), held_out)
 
 
 def _check(file: str, problems: Iterable[Iterable[bytes]], held_out: Iterable[Path]) -> None:
     where = {}
     for path in held_out:
         for row in read_rows(path):
-            where |= dict.fromkeys(_digests(*_told(row)), path.name)
+            # Files of others seldom have the task's system message.
+            bare = [message for message in row["prompt"] if message["role"] != "system"]
+            texts = _told(row) + (_told(row | {"prompt": bare})[:1] if len(bare) < len(row["prompt"]) else [])
+            where |= dict.fromkeys(_digests(*texts), path.name)
     counts = Counter(name for digests in problems for name in {where[digest] for digest in digests if digest in where})
     if counts:
         told = " and ".join(f"{count} of its prompts are in {name}" for name, count in sorted(counts.items()))
@@ -50,8 +51,8 @@ def _check(file: str, problems: Iterable[Iterable[bytes]], held_out: Iterable[Pa
 
 
 def _told(row: dict) -> list[str | None]:
-    """The row's question with its tools, and its key, which rows of other sources may lack."""
-    return [posed(asked(decoded(row["prompt"])), tools_of(row)), normalized(row["extra_info"].get("key"))]
+    """The row's prompt with its tools, and its key, which rows of other sources may lack."""
+    return [posed(decoded(row["prompt"]), tools_of(row)), normalized(row["extra_info"].get("key"))]
 
 
 def _digests(*texts: str | None) -> Iterator[bytes]:

@@ -23,7 +23,6 @@ from verl_tasks.rows import (
     FIRST_PROBLEMS,
     DataError,
     Example,
-    asked,
     demonstration,
     messages_problem,
     normalized,
@@ -112,12 +111,6 @@ def distinct(examples: Iterable[Example | None], patience: int = PATIENCE) -> It
 def prompt_text(example: Example) -> str:
     """One text per problem: its key, or its messages and tools."""
     return normalized(example.key) if example.key else posed(example.messages(), example.tools)
-
-
-def question(example: Example) -> str:
-    """The same for prompts that differ in a system message of their own, in place of the task's, alone."""
-    own = not isinstance(example.prompt, str)
-    return prompt_text(replace(example, prompt=asked(example.prompt)) if own else example)
 
 
 def prepare(settings: Settings, sources: dict[str, Source]) -> dict:
@@ -215,8 +208,8 @@ def _smaller(s: Settings, rows: dict[str, int]) -> Iterator[str]:
 
 
 def _identity(example: Example) -> tuple[str, str]:
-    """Rows of one group stay on one side, else rows of one question."""
-    return normalized(example.group) if example.group else question(example), prompt_text(example)
+    """Rows of one group stay on one side, else rows of one prompt."""
+    return (normalized(example.group), prompt_text(example)) if example.group else (prompt_text(example), "")
 
 
 def _lengths(tokenizer, examples: Iterable[Example]) -> Iterator[int]:
