@@ -236,7 +236,7 @@ def test_a_model_with_which_vllm_does_not_start_is_one_line(monkeypatch, error, 
 
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=no_engine))
     monkeypatch.setitem(sys.modules, "vllm.lora.request", SimpleNamespace(LoRARequest=None))
-    monkeypatch.setattr(engines, "_of_platform", lambda model: {})
+    monkeypatch.setattr(engines._Platform, "here", lambda model: engines._Platform("bfloat16", ""))
     with pytest.raises(SettingsError if ours else type(error)) as caught:
         engines.VLLMEngine("a/model", 300, 0, 0.2)
     if ours:

@@ -137,25 +137,35 @@ def _kind(model: str) -> list | None:
     return [config, tokenizer.get_vocab(), tokenizer.chat_template, tokenizer.eos_token_id, stop_ids(model)]
 
 
-def _of_platform(model: str) -> dict:
-    """The arguments of LLM that depend on where it runs; None: vLLM's own default. ``model``: what is sampled, no
-    adapter."""
-    import vllm
-    from vllm.platforms import current_platform
+@dataclass(frozen=True)
+class _Platform:
+    """What an engine is told where it runs; None: vLLM's own default."""
 
-    unset = "block_size", "max_num_seqs", "enable_chunked_prefill", "enable_prefix_caching", "compilation_config"
-    own = dict.fromkeys(unset) | {"dtype": "bfloat16", "enforce_eager": True}
-    if current_platform.is_cpu():
-        # A part of a prompt samples a token for nothing: vLLM 0.30 on a CPU cannot take back what that drew
-        # (gpu_model_runner.py:3723).
-        # More sequences at once sample no faster on a CPU, and the first ones end later.
-        # A recurrent layer's state is kept in parts of prompts only.
-        own |= {"enable_chunked_prefill": False, "enable_prefix_caching": False if _recurrent(model) else None}
-        own |= {"block_size": CPU_BLOCK_SIZE, "max_num_seqs": CPU_SEQUENCES}
-        return own | {"dtype": cpu_dtype(), "worker_extension_cls": EXTENSION_OF_CPU}
-    if vllm.__version__.startswith("0.11.0"):  # graphs were never tried
-        return own | {"worker_extension_cls": EXTENSION_OF_0_11}
-    return own | {"worker_extension_cls": EXTENSION, "enforce_eager": False, "compilation_config": GRAPHS}
+    dtype: str
+    extension: str
+    block_size: int | None = None
+    chunked_prefill: bool | None = None
+    prefix_caching: bool | None = None
+    graphs: dict | None = None
+    sequences: int | None = None
+
+    @classmethod
+    def here(cls, model: str) -> "_Platform":
+        """``model``: what is sampled, no adapter."""
+        import vllm
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            # A part of a prompt samples a token for nothing: vLLM 0.30 on a CPU cannot take back what that drew
+            # (gpu_model_runner.py:3723).
+            # More sequences at once sample no faster on a CPU, and the first ones end later.
+            # A recurrent layer's state is kept in parts of prompts only.
+            caches = False if _recurrent(model) else None
+            own = {"chunked_prefill": False, "prefix_caching": caches, "sequences": CPU_SEQUENCES}
+            return cls(cpu_dtype(), EXTENSION_OF_CPU, CPU_BLOCK_SIZE, **own)
+        if vllm.__version__.startswith("0.11.0"):  # graphs were never tried
+            return cls("bfloat16", EXTENSION_OF_0_11)
+        return cls("bfloat16", EXTENSION, graphs=GRAPHS)
 
 
 def _recurrent(model: str) -> bool:
@@ -180,7 +190,7 @@ class VLLMEngine:
         with imports():
             from vllm import LLM
             from vllm.lora.request import LoRARequest
-        lora, own = is_adapter(Path(model)), _of_platform(base_model(model))
+        lora, platform = is_adapter(Path(model)), _Platform.here(base_model(model))
         self.adapter = LoRARequest(lora_name="adapter", lora_int_id=1, lora_path=model) if lora else None
         try:
             self.llm = LLM(
@@ -194,7 +204,14 @@ class VLLMEngine:
                 gpu_memory_utilization=gpu_memory_utilization,
                 kv_cache_memory_bytes=shared_kv_cache(gpu_memory_utilization),
                 disable_log_stats=True,
-                **own,
+                dtype=platform.dtype,
+                worker_extension_cls=platform.extension,
+                block_size=platform.block_size,
+                max_num_seqs=platform.sequences,
+                enable_chunked_prefill=platform.chunked_prefill,
+                enable_prefix_caching=platform.prefix_caching,
+                enforce_eager=not platform.graphs,
+                compilation_config=platform.graphs,
             )
         except Exception as error:  # whatever a family's code raises
             if isinstance(error, OSError) or "root cause" in str(error):  # of another process, in the log
